@@ -1,0 +1,316 @@
+"""Packing of groups into micro-batches in which each group's prompt stands once.
+
+A group is laid out as its prompt followed by its responses, and every response sees the prompt and itself only:
+
+    tokens     p0 p1 p2 | a0 a1 | b0 b1 b2        positions  0 1 2 | 3 4 | 3 4 5
+
+The G responses then cost P + sum(R - 1) tokens instead of G * (P + R - 1), with the same loss and gradients. The
+prompt's last token predicts the first token of every response, so its row is scored G times; the last token of a
+response predicts nothing that is scored and is not fed at all. Everything follows from lengths, never from token
+values: the padding token of many models is also their end-of-sequence token.
+
+`plan_micro_batches` decides which groups share a micro-batch, on which data-parallel rank, from lengths alone, so that
+every rank computes the same plan; `pack` lays one micro-batch out. Numpy only: the trainer makes tensors of the arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from grpo_mc.data.records import Group
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class GroupLengths:
+    """What the plan has to know of a group."""
+
+    prompt: int
+    """Tokens in the prompt, at least 1."""
+    responses: tuple[int, ...]
+    """Tokens in each response that is to be trained on; 0 is legal."""
+    samples: tuple[int, ...]
+    """Their positions in `group.rollouts`."""
+
+    def fed_tokens(self) -> int:
+        """Tokens that the whole group feeds to the model."""
+        return self.prompt + sum(fed_length(length) for length in self.responses)
+
+
+@dataclass(frozen=True)
+class GroupPart:
+    """Some responses of one group inside one micro-batch; nearly always all of them."""
+
+    group: int
+    """Position of the group in the list that was planned."""
+    samples: tuple[int, ...]
+    """Positions in `group.rollouts`."""
+
+
+MicroBatch = tuple[GroupPart, ...]
+"""What one forward pass sees on one rank; () is a filler, which keeps the ranks in step and adds nothing."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One group part (or the tail padding) in the packed token axis."""
+
+    start: int
+    """Row of the prompt's first token."""
+    prompt_length: int
+    """Rows of the prompt."""
+    response_starts: tuple[int, ...]
+    """First row of each response."""
+    response_lengths: tuple[int, ...]
+    """Rows of each response: its length less the last token, or 0."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch: T fed tokens, N responses, S scored response tokens."""
+
+    tokens: IntArray
+    """[T] int64."""
+    positions: IntArray
+    """[T] int64, the position in its own sequence: each response continues at the prompt's length."""
+    blocks: tuple[Block, ...]
+    """In row order; they cover [0, T) without gaps."""
+    scored_rows: IntArray
+    """[S] int64: the row in [0, T) whose hidden state predicts scored token s."""
+    targets: IntArray
+    """[S] int64: the response tokens themselves."""
+    cu_seqlens: IntArray
+    """[N + 1] int64: response n is scored tokens cu_seqlens[n] to cu_seqlens[n + 1]; equal for an empty response."""
+    rollout_order: tuple[tuple[int, int], ...]
+    """N pairs (group position, sample position), in the order of cu_seqlens."""
+    response_mask: npt.NDArray[np.bool_]
+    """[S] bool: true on tokens that the model sampled, false on those of a tool."""
+    num_pad_tokens: int
+    """Tokens of the tail block that only fills up."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return len(self.tokens)
+
+    @property
+    def num_scored(self) -> int:
+        """S."""
+        return len(self.targets)
+
+    @property
+    def group_positions(self) -> IntArray:
+        """[N] int64, the group position of every response."""
+        return np.array([group for group, _ in self.rollout_order], np.int64)
+
+    def per_token(self, values: Sequence[float] | npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """Spreads one value per response, [N], over its scored tokens, [S]."""
+        if len(values) != len(self.rollout_order):
+            raise ValueError(f"per_token: {len(values)} values for {len(self.rollout_order)} responses; give one each")
+        return np.repeat(np.asarray(values), np.diff(self.cu_seqlens))
+
+    def per_rollout(self, values: npt.NDArray[np.generic]) -> list[npt.NDArray[np.generic]]:
+        """Cuts one value per scored token, [S], into one array per response, N of [R]."""
+        if len(values) != self.num_scored:
+            raise ValueError(f"per_rollout: {len(values)} values for {self.num_scored} scored tokens; give one each")
+        return np.split(values, self.cu_seqlens[1:-1]) if self.rollout_order else []
+
+
+def fed_length(response_length: int) -> int:
+    """Tokens of a response that are fed to the model: all but the last, which predicts nothing scored."""
+    return max(response_length - 1, 0)
+
+
+def measure(group: Group, samples: Sequence[int] | None = None) -> GroupLengths:
+    """The lengths of a group, of all its rollouts or of those at the positions `samples`."""
+    chosen = tuple(range(len(group.rollouts))) if samples is None else tuple(samples)
+    lengths = tuple(group.rollouts[sample].response_length for sample in chosen)
+    return GroupLengths(len(group.prompt.token_ids), lengths, chosen)
+
+
+def plan_micro_batches(
+    groups: Sequence[GroupLengths],
+    max_tokens: int,
+    num_ranks: int,
+    *,
+    owners: Sequence[int] | None = None,
+    split_groups: bool = True,
+) -> list[list[MicroBatch]]:
+    """Deals groups to ranks and, on each rank, to micro-batches of at most `max_tokens` fed tokens.
+
+    The plan depends on the arguments only. A group stays on one rank. Every rank gets the same number of micro-batches,
+    by fillers at the end, because each micro-batch is a round of collectives.
+
+    Args:
+        groups: lengths of all groups of the training batch, over all ranks.
+        max_tokens: budget of fed tokens of a micro-batch. A single response that exceeds it with its prompt gets a
+            micro-batch of its own.
+        num_ranks: data-parallel ranks.
+        owners: the rank that has to take each group, or None to balance the ranks by fed tokens.
+        split_groups: whether a group beyond the budget is split by responses over micro-batches (each part feeds the
+            prompt again); if not it stays whole, in a micro-batch of its own.
+
+    Returns:
+        One list of micro-batches per rank, all of the same length; at least one each.
+
+    Raises:
+        ValueError: no rank, no budget, an empty prompt, or owners that do not fit.
+    """
+    if num_ranks < 1 or max_tokens < 1:
+        raise ValueError(f"plan_micro_batches: num_ranks={num_ranks}, max_tokens={max_tokens}; both must be at least 1")
+    for position, group in enumerate(groups):
+        if group.prompt < 1:
+            raise ValueError(
+                f"plan_micro_batches: group {position} has an empty prompt; nothing predicts the first token of its "
+                "responses, so give every prompt at least one token"
+            )
+    taken = _balance(groups, num_ranks) if owners is None else _by_owner(len(groups), owners, num_ranks)
+    plans = []
+    for positions in taken:
+        parts = [part for at in positions for part in _split(at, groups[at], max_tokens if split_groups else None)]
+        plans.append(_fill(parts, max_tokens))
+    rounds = max(1, *(len(plan) for plan in plans))
+    return [plan + [()] * (rounds - len(plan)) for plan in plans]
+
+
+def _balance(groups: Sequence[GroupLengths], num_ranks: int) -> list[list[int]]:
+    """Longest group first, to the rank with the fewest tokens so far; ties go to the lower position and rank."""
+    loads, taken = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
+    for position in sorted(range(len(groups)), key=lambda at: (-groups[at].fed_tokens(), at)):
+        rank = loads.index(min(loads))
+        loads[rank] += groups[position].fed_tokens()
+        taken[rank].append(position)
+    return [sorted(positions) for positions in taken]
+
+
+def _by_owner(num_groups: int, owners: Sequence[int], num_ranks: int) -> list[list[int]]:
+    if len(owners) != num_groups or any(not 0 <= owner < num_ranks for owner in owners):
+        raise ValueError(
+            f"plan_micro_batches: owners={list(owners)} for {num_groups} groups on {num_ranks} ranks; "
+            f"give one rank in 0 to {num_ranks - 1} per group"
+        )
+    return [[at for at in range(num_groups) if owners[at] == rank] for rank in range(num_ranks)]
+
+
+def _split(position: int, group: GroupLengths, max_tokens: int | None) -> list[tuple[int, GroupPart]]:
+    """(fed tokens, part) for each part of a group: one, unless the group exceeds the budget."""
+    if max_tokens is None or group.fed_tokens() <= max_tokens:
+        return [(group.fed_tokens(), GroupPart(position, group.samples))]
+    parts, size, samples = [], group.prompt, list[int]()
+    for length, sample in zip(group.responses, group.samples, strict=True):
+        if samples and size + fed_length(length) > max_tokens:
+            parts.append((size, GroupPart(position, tuple(samples))))
+            size, samples = group.prompt, []
+        size += fed_length(length)
+        samples.append(sample)
+    return [*parts, (size, GroupPart(position, tuple(samples)))]
+
+
+def _fill(parts: list[tuple[int, GroupPart]], max_tokens: int) -> list[MicroBatch]:
+    """Parts into few micro-batches: first fit, longest first. Inside a micro-batch parts keep the order of groups."""
+    bins: list[tuple[int, list[int]]] = []
+    for at in sorted(range(len(parts)), key=lambda index: (-parts[index][0], index)):
+        size = parts[at][0]
+        for index, (load, members) in enumerate(bins):
+            if load + size <= max_tokens:
+                bins[index] = (load + size, [*members, at])
+                break
+        else:
+            bins.append((size, [at]))
+    return [tuple(parts[at][1] for at in sorted(members)) for _, members in bins]
+
+
+def pack(
+    groups: Sequence[Group] | Mapping[int, Group],
+    micro_batch: MicroBatch,
+    *,
+    pad_multiple: int = 1,
+    pad_id: int = 0,
+) -> PackedBatch:
+    """Lays one micro-batch out.
+
+    Args:
+        groups: the planned groups by position; a mapping may hold only those that this rank has.
+        micro_batch: one entry of a plan. A filler gives `pad_multiple` padding tokens and nothing scored, so that the
+            model still runs forward and backward.
+        pad_multiple: T is rounded up to a multiple of it (the sequence-parallel size, an alignment).
+        pad_id: any legal token id; padding is a block of its own, which nothing else sees and nothing scores.
+
+    Returns:
+        PackedBatch with responses in the order of the plan.
+    """
+    if pad_multiple < 1:
+        raise ValueError(f"pack: pad_multiple={pad_multiple}; it must be at least 1")
+    layout = _Layout()
+    for part in micro_batch:
+        layout.add(part, groups[part.group])
+    num_pad = -layout.size % pad_multiple if layout.size else pad_multiple
+    if num_pad:
+        layout.add_padding(num_pad, pad_id)
+    return layout.finish(num_pad)
+
+
+class _Layout:
+    """The growing columns of one PackedBatch."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.tokens: list[IntArray] = []
+        self.positions: list[IntArray] = []
+        self.blocks: list[Block] = []
+        self.rows: list[IntArray] = []
+        self.targets: list[IntArray] = []
+        self.masks: list[npt.NDArray[np.bool_]] = []
+        self.order: list[tuple[int, int]] = []
+
+    def add(self, part: GroupPart, group: Group) -> None:
+        start, prompt = self.size, group.prompt.token_ids
+        if len(prompt) < 1:
+            raise ValueError(f"pack: the prompt of group {group.group_id} is empty; give it at least one token")
+        self._feed(prompt, 0)
+        starts, lengths = [], []
+        for sample in part.samples:
+            rollout = group.rollouts[sample]
+            response, first = rollout.response_ids, self.size
+            fed = fed_length(len(response))
+            self._feed(response[:fed], len(prompt))
+            starts.append(first)
+            lengths.append(fed)
+            if len(response):
+                # the prompt's last token predicts the first token, then each response token the next
+                self.rows.append(np.concatenate([[start + len(prompt) - 1], np.arange(first, first + fed)]))
+            self.targets.append(response)
+            self.masks.append(rollout.response_mask)
+            self.order.append((part.group, sample))
+        self.blocks.append(Block(start, len(prompt), tuple(starts), tuple(lengths)))
+
+    def add_padding(self, num_pad: int, pad_id: int) -> None:
+        self.blocks.append(Block(self.size, num_pad, (), ()))
+        self._feed(np.full(num_pad, pad_id, np.int64), 0)
+
+    def _feed(self, tokens: IntArray, first_position: int) -> None:
+        self.tokens.append(tokens)
+        self.positions.append(np.arange(first_position, first_position + len(tokens)))
+        self.size += len(tokens)
+
+    def finish(self, num_pad: int) -> PackedBatch:
+        return PackedBatch(
+            tokens=_join(self.tokens),
+            positions=_join(self.positions),
+            blocks=tuple(self.blocks),
+            scored_rows=_join(self.rows),
+            targets=_join(self.targets),
+            cu_seqlens=np.cumsum([0, *(len(target) for target in self.targets)], dtype=np.int64),
+            rollout_order=tuple(self.order),
+            response_mask=np.concatenate([np.zeros(0, bool), *self.masks]),
+            num_pad_tokens=num_pad,
+        )
+
+
+def _join(parts: list[IntArray]) -> IntArray:
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False)
