@@ -1,0 +1,58 @@
+"""Fixtures for every test: tiny model folders, free ports, processes with a bound.
+
+The pieces themselves are in tests/helpers and can be imported (`from helpers.processes import run_distributed`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported: the suite shares the machine, and tiny tensors gain nothing from threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+from helpers import processes, tiny_models
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_model(family="llama", seed=0, **config_fields)`: a model folder, built once a session per arguments."""
+    built: dict[tuple[Any, ...], Path] = {}
+
+    def build(family: str = "llama", seed: int = 0, **changes: Any) -> Path:
+        key = (family, seed, *sorted(changes.items()))
+        if key not in built:
+            folder = tmp_path_factory.mktemp(f"tiny-{family}")
+            built[key] = tiny_models.build_tiny_model(folder, family, seed=seed, **changes)
+        return built[key]
+
+    return build
+
+
+@pytest.fixture(scope="session", params=tiny_models.FAMILIES)
+def family_model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> tuple[str, Path]:
+    """Each model family in turn: (family, folder)."""
+    return request.param, tiny_model(request.param)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of localhost that was free a moment ago."""
+    return processes.free_port()
+
+
+@pytest.fixture(scope="session")
+def run_distributed() -> Callable[..., list[Any]]:
+    """helpers.processes.run_distributed: a function on real gloo processes, with a bound."""
+    return processes.run_distributed
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., processes.Finished]:
+    """helpers.processes.torchrun: a command line under torchrun, with a bound."""
+    return processes.torchrun

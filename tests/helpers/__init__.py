@@ -1,0 +1,1 @@
+"""Shared pieces of the tests: processes with a bound, tiny model folders, error figures."""
