@@ -1,0 +1,44 @@
+"""JSON Lines files: one object a line, UTF-8; blank lines are skipped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from grpo_mc.data.sources import Record
+
+
+def read_jsonl(path: str) -> Iterator[Record]:
+    """The records of a file, in order.
+
+    Raises:
+        ValueError: no such file, or a line that is not UTF-8, not JSON or not an object; names file and line.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such file; give the path of a JSON Lines file")
+    row = 0
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            where = f"{path} line {number}"
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except ValueError as error:
+                raise ValueError(
+                    f"{where}: not valid JSON ({error}): {_short(line)}; give one object a line"
+                ) from error
+            if not isinstance(fields, dict):
+                raise ValueError(f"{where}: holds {_short(line)}, a JSON object with named fields is needed")
+            yield Record(fields, row, where)
+            row += 1
+
+
+def _short(line: str) -> str:
+    line = line.strip()
+    return line if len(line) <= 80 else line[:77] + "..."
