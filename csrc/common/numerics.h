@@ -1,0 +1,33 @@
+// Scalar numerics shared by host and device code: one bfloat16 rounding rule, one exponent bound.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define GRPO_MC_HD __host__ __device__ __forceinline__
+#else
+#define GRPO_MC_HD inline
+#endif
+
+namespace grpo_mc {
+
+// Log-ratios are clamped to +-kMaxExponent before exp (objective: ratio and k3), so values and gradients stay finite.
+constexpr double kMaxExponent = 20.0;
+
+GRPO_MC_HD float bf16_to_float(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+// Round to nearest even; NaN stays NaN (quiet), overflow goes to infinity as IEEE rounding does.
+GRPO_MC_HD uint16_t float_to_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+}  // namespace grpo_mc

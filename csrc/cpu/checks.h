@@ -1,0 +1,23 @@
+// Argument checks shared by the CPU operators. A message says operation, what was got, and what is needed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "cpu/kernels.h"
+
+namespace grpo_mc {
+
+inline void check_vector(const char* op, const char* name, const at::Tensor& x, int64_t size, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == size, op, ": ", name, " has shape ", x.sizes(), "; it must be [", size, "]");
+  TORCH_CHECK_VALUE(x.scalar_type() == dtype, op, ": ", name, " has dtype ", x.scalar_type(), "; it must be ", dtype);
+}
+
+inline Element element_of(const char* op, const char* name, const at::Tensor& x, bool allow_double) {
+  if (x.scalar_type() == at::kFloat) return Element::kFloat;
+  if (x.scalar_type() == at::kBFloat16) return Element::kBFloat16;
+  TORCH_CHECK_VALUE(allow_double && x.scalar_type() == at::kDouble, op, ": ", name, " has dtype ", x.scalar_type(),
+                    "; the CPU operator takes Float", allow_double ? ", BFloat16 or Double" : " or BFloat16");
+  return Element::kDouble;
+}
+
+}  // namespace grpo_mc
