@@ -1,0 +1,125 @@
+"""Weights in and out of a sharded model: Hugging Face tensors -> this rank's parameters, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_mc.megatron.hf_mapping import TensorSource, hf_tensors, megatron_parameter
+from grpo_mc.megatron.mesh import Mesh
+from grpo_mc.megatron.model import PolicyModel
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+def global_name(name: str, layer_offset: int) -> str:
+    """A parameter's name with the layer's number in the whole model instead of in its pipeline stage."""
+    return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + layer_offset}.", name)
+
+
+def _layer_offset(model: PolicyModel, mesh: Mesh) -> int:
+    return model.config.num_layers // mesh.pp * mesh.pp_rank
+
+
+def _expert_offset(model: PolicyModel, mesh: Mesh) -> int:
+    return (model.config.num_moe_experts or 0) // mesh.ep * mesh.ep_rank
+
+
+def _is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+@torch.no_grad()
+def load_weights(model: PolicyModel, source: TensorSource, mesh: Mesh) -> None:
+    """Fills this rank's parameters, one at a time, from Hugging Face tensors.
+
+    Args:
+        source: Gives tensors, or rows of them, by Hugging Face name; read through on every rank.
+
+    Raises:
+        ValueError: A tensor is missing or has another shape than the architecture says.
+    """
+    for name, parameter in model.named_parameters():
+        expert = _is_expert(name)
+        tensor = megatron_parameter(
+            global_name(name, _layer_offset(model, mesh)),
+            source,
+            model.architecture,
+            tp_rank=mesh.etp_rank if expert else mesh.tp_rank,
+            tp_size=mesh.etp if expert else mesh.tp,
+            expert_offset=_expert_offset(model, mesh),
+            padded_vocab=model.vocab_size,
+        )
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f"load weights: {name} is {list(parameter.shape)} on this rank but the checkpoint gives"
+                f" {list(tensor.shape)}; the checkpoint's config.json does not describe its weights"
+            )
+        parameter.copy_(tensor)
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [tensor]
+    shards = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(shards, tensor.contiguous(), group=group)
+    return shards
+
+
+@torch.no_grad()
+def export_weights(model: PolicyModel, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """The whole model as Hugging Face tensors, on rank 0; the other ranks take part and get nothing.
+
+    All ranks iterate together to the end. One tensor (one expert set, with expert parallelism) is in memory at a time.
+    """
+    from megatron.core import parallel_state
+
+    pp_ranks = dist.get_process_group_ranks(mesh.pp_group)
+    for stage in range(mesh.pp):
+        names = [name for name, _ in model.named_parameters()] if mesh.pp_rank == stage else []
+        names = _from_stage(names, stage, pp_ranks, mesh)
+        for name in names:
+            parameter = dict(model.named_parameters())[name].detach() if mesh.pp_rank == stage else None
+            group = parallel_state.get_expert_tensor_parallel_group() if _is_expert(name) else mesh.tp_group
+            shards = _gather(parameter, group) if parameter is not None else []
+            offset = model.config.num_layers // mesh.pp * stage
+            tensors: dict[str, Tensor] = {}
+            if parameter is not None:
+                tensors = hf_tensors(
+                    global_name(name, offset), shards, model.architecture, expert_offset=_expert_offset(model, mesh)
+                )
+            yield from _to_rank_zero(tensors, stage, mesh, is_expert=_is_expert(name))
+
+
+def _from_stage(names: list[str], stage: int, pp_ranks: list[int], mesh: Mesh) -> list[str]:
+    if mesh.pp == 1:
+        return names
+    box = [names]
+    dist.broadcast_object_list(box, pp_ranks[stage], group=mesh.pp_group)
+    return box[0]
+
+
+def _to_rank_zero(
+    tensors: dict[str, Tensor], stage: int, mesh: Mesh, *, is_expert: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Sends a parameter's tensors to rank 0: from rank 0's pipeline group, and for experts from its expert group too."""
+    if is_expert and mesh.ep > 1 and mesh.pp_rank == stage:
+        boxes: list[dict[str, Tensor] | None] = [None] * mesh.ep
+        dist.all_gather_object(boxes, tensors, group=mesh.ep_group)
+        tensors = {key: value for box in boxes for key, value in (box or {}).items()}
+    if mesh.pp > 1 and stage != 0:
+        pp_ranks = dist.get_process_group_ranks(mesh.pp_group)
+        if mesh.pp_rank == stage:
+            box = [tensors]
+            dist.send_object_list(box, pp_ranks[0], group=mesh.pp_group)
+        elif mesh.pp_rank == 0:
+            received: list[dict[str, Tensor]] = [{}]
+            dist.recv_object_list(received, pp_ranks[stage], group=mesh.pp_group)
+            tensors = received[0]
+    if mesh.rank == 0:
+        yield from tensors.items()
