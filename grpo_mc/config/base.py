@@ -7,7 +7,7 @@ number. The docstring literal under a field is its description, with its unit; e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,6 +22,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+SectionType = TypeVar("SectionType", bound=Section)
+
+
+def derive(section: SectionType, **values: Any) -> SectionType:
+    """A copy with fields filled in that stay "not set by the user", so that what is derived can be derived anew."""
+    is_set = set(section.model_fields_set)
+    copy = section.model_copy(update=values)
+    copy.__pydantic_fields_set__.intersection_update(is_set)
+    return copy
 
 
 @dataclass(frozen=True)

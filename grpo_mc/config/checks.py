@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grpo_mc.config.base import ConfigError
 from grpo_mc.config.data import ReasoningGymSource
+from grpo_mc.config.presets import PRESETS
 from grpo_mc.config.schema import Config
 
 
@@ -39,7 +40,9 @@ def check_trainable(config: Config) -> None:
 def config_warnings(config: Config) -> list[str]:
     """Legal settings of a resolved configuration that are probably not meant, one line each."""
     algorithm, warnings = config.algorithm, []
-    if algorithm.beta == 0 and algorithm.kl_gradient != "direct":
+    preset = PRESETS.get(algorithm.preset or "")
+    usual = preset.algorithm["kl_gradient"] if preset else "direct"
+    if algorithm.beta == 0 and algorithm.kl_gradient != usual:
         warnings.append(
             f"algorithm.kl_gradient is '{algorithm.kl_gradient}' but algorithm.beta is 0: there is no KL term"
         )
@@ -68,6 +71,15 @@ def config_warnings(config: Config) -> list[str]:
         )
     if algorithm.dual_clip is not None and algorithm.loss not in ("clip", "gspo", "gspo_token"):
         warnings.append(f"algorithm.dual_clip is {algorithm.dual_clip} but algorithm.loss is '{algorithm.loss}'")
+    if config.rollout.top_k > 0 or config.rollout.top_p < 1:
+        warnings.append(
+            f"rollout.top_k is {config.rollout.top_k} and rollout.top_p is {config.rollout.top_p}: responses are "
+            "sampled from a cut distribution but trained on with log-probs of the whole one"
+        )
+    if config.evaluation.every > 0 and config.evaluation.source is None:
+        warnings.append(
+            f"evaluation.every is {config.evaluation.every} but evaluation.source is null: none takes place"
+        )
     return warnings
 
 

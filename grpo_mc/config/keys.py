@@ -120,12 +120,11 @@ def _unknown(value: dict[str, Any], section: type[Section], path: KeyPath) -> It
 def _message(document: Document, path: KeyPath, section: type[Section]) -> str:
     mark = document.mark(path)
     place = f"{mark.place}: " if mark else ""
-    where = f"section '{'.'.join(map(str, path[:-1]))}'" if len(path) > 1 else "the top level"
-    hint = _hint(str(path[-1]), section)
-    return f"{place}unknown key '{path[-1]}' in {where}; {hint}"
+    where = f"in section '{'.'.join(map(str, path[:-1]))}'" if len(path) > 1 else "at the top level"
+    return f"{place}unknown key '{path[-1]}' {where}; {suggest(str(path[-1]), section)}"
 
 
-def _hint(key: str, section: type[Section]) -> str:
+def suggest(key: str, section: type[Section]) -> str:
     """What was probably meant: a key of the same section, else one of another, else the whole list."""
     own = list(section.model_fields)
     here, here_score = _nearest(key, own)

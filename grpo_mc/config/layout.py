@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_mc.config.base import ConfigError
+from grpo_mc.config.base import ConfigError, derive
 from grpo_mc.config.training import ParallelConfig
 
 
@@ -44,7 +44,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
             f"start {-(-world_size // product) * product} processes or lower tp or pp"
         )
     dp = world_size // product
-    if parallel.dp is not None and parallel.dp != dp:
+    if parallel.dp is not None and "dp" in parallel.model_fields_set and parallel.dp != dp:
         raise ConfigError(
             f"parallel.dp is {parallel.dp} but world size {world_size} / (tp {tp} * pp {pp} * cp {cp}) = {dp}; "
             f"leave dp out or start {parallel.dp * product} processes"
@@ -54,14 +54,14 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
     """etp as given, else tp for experts that are not spread and 1 for those that are."""
-    if parallel.etp is not None:
+    if parallel.etp is not None and "etp" in parallel.model_fields_set:
         return parallel.etp
     return parallel.tp if parallel.ep == 1 else 1
 
 
 def resolve_sequence_parallel(parallel: ParallelConfig, shape: ModelShape) -> bool:
     """sequence_parallel as given, else on when the model has experts and tp > 1."""
-    if parallel.sequence_parallel is not None:
+    if parallel.sequence_parallel is not None and "sequence_parallel" in parallel.model_fields_set:
         return parallel.sequence_parallel
     return shape.num_experts > 0 and parallel.tp > 1
 
@@ -88,7 +88,7 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, world_size: int)
         problems.append("parallel.sequence_parallel is true but parallel.tp is 1; remove it or raise tp")
     if problems:
         raise ConfigError("parallel: this layout does not fit the model:\n  " + "\n  ".join(problems))
-    return parallel.model_copy(update={"dp": dp, "etp": etp, "sequence_parallel": sequence_parallel})
+    return derive(parallel, dp=dp, etp=etp, sequence_parallel=sequence_parallel)
 
 
 def _indivisible(axis: str, size: int, name: str, count: int) -> list[str]:
@@ -115,11 +115,12 @@ def _expert_problems(
 ) -> list[str]:
     tp, ep = parallel.tp, parallel.ep
     if shape.num_experts == 0:
-        named = [f"parallel.{key} is {size}" for key, size in (("ep", ep), ("etp", parallel.etp or 1)) if size > 1]
-        # resolve() fills etp with tp where it was left out, so only a size that is not tp was meant for experts.
-        if ep == 1 and parallel.etp in (None, 1, tp):
-            named = []
-        return [f"{text} but the model has no experts (num_experts is 0); set it to 1" for text in named]
+        asked = {"ep": ep, "etp": parallel.etp if "etp" in parallel.model_fields_set else 1}
+        return [
+            f"parallel.{key} is {size} but the model has no experts (num_experts is 0); leave {key} out"
+            for key, size in asked.items()
+            if size is not None and size > 1
+        ]
     problems = _indivisible("ep", ep, "num_experts", shape.num_experts)
     ranks = tp * parallel.cp * dp
     if ranks % etp or (ranks // etp) % ep:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from grpo_mc.config.base import ConfigError, Section
-from grpo_mc.config.keys import pick_section
+from grpo_mc.config.keys import pick_section, suggest
 from grpo_mc.config.schema import Config
 from grpo_mc.config.strict_yaml import Document, KeyPath, Mark, parse_value
 
@@ -28,8 +28,10 @@ def apply_overrides(document: Document, overrides: list[str]) -> Document:
     for override in overrides:
         name, separator, text = override.partition("=")
         place = f"command line, {override}"
-        if not separator or "." not in name or not all(name.split(".")):
+        if not separator or not all(name.split(".")):
             raise ConfigError(f"{place}: needs section.key=value, e.g. optimizer.lr=1e-6")
+        if "." not in name and name not in Config.model_fields:
+            raise ConfigError(f"{place}: needs section.key=value; '{name}' is no section, {suggest(name, Config)}")
         path: KeyPath = tuple(int(part) if part.isdigit() else part for part in name.split("."))
         value = _value(path, text, place, data)
         data = _with_value(data, path, value, place, ())

@@ -8,18 +8,13 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel
 
 from grpo_mc.config.base import PathMark
-from grpo_mc.config.schema import Config
 from grpo_mc.config.strict_yaml import Document, KeyPath
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def with_absolute_paths(config: Config, document: Document) -> Config:
-    """The configuration with every path that the document sets made absolute."""
-    return _convert(config, document, ())
-
-
-def _convert(model: Model, document: Document, path: KeyPath) -> Model:
+def with_absolute_paths(model: Model, document: Document, path: KeyPath = ()) -> Model:
+    """The configuration, or the section that `path` names, with every path that the document sets made absolute."""
     update: dict[str, Any] = {}
     for name in model.model_fields_set:
         field = type(model).model_fields[name]
@@ -30,7 +25,7 @@ def _convert(model: Model, document: Document, path: KeyPath) -> Model:
 
 def _convert_value(value: Any, mark: PathMark | None, document: Document, path: KeyPath) -> Any:
     if isinstance(value, BaseModel):
-        return _convert(value, document, path)
+        return with_absolute_paths(value, document, path)
     if isinstance(value, list):
         return [_convert_value(item, mark, document, (*path, index)) for index, item in enumerate(value)]
     if mark is None or not isinstance(value, str):

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mc.config.algorithm import AlgorithmConfig
-from grpo_mc.config.base import ConfigError
+from grpo_mc.config.base import ConfigError, derive
 from grpo_mc.config.checks import check_across_sections
-from grpo_mc.config.layout import data_parallel_size
+from grpo_mc.config.layout import data_parallel_size, expert_tensor_size
 from grpo_mc.config.presets import PRESETS, Preset
+from grpo_mc.config.rewards import RewardsConfig
 from grpo_mc.config.schema import Config
 
 
@@ -60,28 +61,24 @@ def resolve(config: Config, world_size: int | None = None) -> Config:
         ConfigError: sections contradict one another; every contradiction is listed with both fields and both values.
     """
     config = apply_preset(config)
-    rollout, algorithm = config.rollout, config.algorithm
+    rollout, algorithm, parallel = config.rollout, config.algorithm, config.parallel
     update: dict[str, Any] = {}
     if algorithm.norm_length is None:
-        update["algorithm"] = algorithm.model_copy(update={"norm_length": rollout.max_new_tokens})
+        update["algorithm"] = derive(algorithm, norm_length=rollout.max_new_tokens)
     if config.evaluation.max_new_tokens is None:
-        update["evaluation"] = config.evaluation.model_copy(update={"max_new_tokens": rollout.max_new_tokens})
-    rewards: dict[str, Any] = {}
-    if config.rewards.max_pending is None:
-        rewards["max_pending"] = 64 * config.rewards.workers
-    if any(not function.name for function in config.rewards.functions):
-        rewards["functions"] = [f.model_copy(update={"name": f.name or f.type}) for f in config.rewards.functions]
-    if rewards:
-        update["rewards"] = config.rewards.model_copy(update=rewards)
+        update["evaluation"] = derive(config.evaluation, max_new_tokens=rollout.max_new_tokens)
+    update["rewards"] = resolve_rewards(config.rewards)
     run_dir = Path(config.run.dir).expanduser().absolute()
     update["run"] = config.run.model_copy(update={"dir": str(run_dir), "name": config.run.name or run_dir.name})
-    parallel: dict[str, Any] = {}
-    if config.parallel.etp is None:
-        parallel["etp"] = config.parallel.tp if config.parallel.ep == 1 else 1
+    update["parallel"] = derive(parallel, etp=expert_tensor_size(parallel))
     if world_size is not None:
-        parallel["dp"] = data_parallel_size(config.parallel, world_size)
-    if parallel:
-        update["parallel"] = config.parallel.model_copy(update=parallel)
+        update["parallel"] = derive(update["parallel"], dp=data_parallel_size(parallel, world_size))
     config = config.model_copy(update=update)
     check_across_sections(config)
     return config
+
+
+def resolve_rewards(rewards: RewardsConfig) -> RewardsConfig:
+    """Section `rewards` with every function named and max_pending filled in."""
+    functions = [derive(function, name=function.name or function.type) for function in rewards.functions]
+    return derive(rewards, functions=functions, max_pending=rewards.max_pending or 64 * rewards.workers)
