@@ -73,7 +73,7 @@ _ALL = (
            "KL (k1, 0.01) in the reward, token mean.",
            {**_CLIPPED, "scale": "batch_std", "eps": 1e-8, "aggregation": "token_mean", "beta": 0.01, "kl": "k1",
             "kl_placement": "in_reward"}),
-    Preset("trl", "Conventions of huggingface/trl 1.16 sampling without vLLM (its sequence mask is for vLLM only): sample "
+    Preset("trl", "Conventions of huggingface/trl 1.16 without vLLM (its sequence mask is for vLLM only): sample "
            "std + 1e-4, token mean, no KL; with a beta, k3 times the ratio.",
            {**_CLIPPED, "ddof": 1, "aggregation": "token_mean", "kl_gradient": "importance"}, group_size=8),
     Preset("verl", "Conventions of verl-project/verl for grpo: sample std + 1e-6, dual clip 3, token mean.",
