@@ -2,9 +2,9 @@
 
     python tools/make_heldout.py [OUTPUT]
 
-The problems are chain_sum's, with two terms: 100 of one digit and 300 of two, half sums and half differences, no two the
-same. There are only 200 problems of one digit, so half of them stay for training. Problem i comes from seed + i, so the
-seed lies far from any that a training run uses; those that still meet a training problem are for `data.exclude`.
+The problems are chain_sum's, with two terms: 100 of one digit and 300 of two, half sums and half differences, no two
+the same. There are only 200 problems of one digit, so half of them stay for training. Problem i comes from seed + i, so
+the seed lies far from any that a training run uses; `data.exclude` keeps training off those that meet all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import reasoning_gym
 
 SEED = 1_000_000_000
 SHOTS = "2 + 5 = 7\n16 - 3 = 13\n"
-"""Two solved problems before the asked one; these two are not asked."""
+"""Two solved problems before the asked one."""
+SHOWN = {line.split(" = ")[0] for line in SHOTS.splitlines()}
+"""Not asked, because the answer stands in the prompt."""
 COUNTS = {(1, "+"): 50, (1, "-"): 50, (2, "+"): 150, (2, "-"): 150}
 OUTPUT = Path(__file__).resolve().parent.parent / "configs" / "data" / "heldout_sums.jsonl"
 
@@ -29,7 +31,7 @@ def draw(num_digits: int, operator: str, count: int, seed: int) -> list[dict[str
     found: dict[str, str] = {}
     for entry in dataset:
         expression = entry["metadata"]["expression"]
-        if f" {operator} " in expression and f"{expression} = " not in SHOTS:
+        if f" {operator} " in expression and expression not in SHOWN:
             found[expression] = entry["answer"]
         if len(found) == count:
             break
