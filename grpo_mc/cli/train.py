@@ -1,0 +1,81 @@
+"""Trains a model with GRPO as CONFIG says, and writes metrics, checkpoints and a report into run.dir.
+
+Under torchrun the same command runs on every rank. Overrides are section.key=value and win over the file. --dry-run
+prints the resolved configuration, the objective as a formula, the mesh, a memory estimate and one scored reward, and
+stops. --resume goes on with a run from its newest complete checkpoint; the run's own config.yaml holds, with the
+overrides given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_mc.config import Config
+
+EXAMPLES = """\
+examples:
+  grpo-mc train configs/quickstart.yaml
+  grpo-mc train configs/quickstart.yaml rollout.group_size=16 optimizer.lr=2e-6 run.dir=runs/g16
+  grpo-mc train configs/quickstart.yaml --dry-run
+  torchrun --nproc-per-node 4 -m grpo_mc train configs/quickstart.yaml parallel.tp=2
+  grpo-mc train --resume runs/quickstart run.steps=200
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("arguments", nargs="*", metavar="CONFIG section.key=value",
+                        help="the YAML file (left out with --resume), then overrides")  # fmt: skip
+    parser.add_argument("--resume", metavar="RUN_DIR", type=Path, help="go on with this run")
+    parser.add_argument("--dry-run", action="store_true", help="explain the run and stop before any process group")
+
+
+def run(args: argparse.Namespace) -> int:
+    from grpo_mc.cli import calls
+    from grpo_mc.cli.inputs import split_config_and_overrides
+
+    config_path, overrides = split_config_and_overrides(args.arguments, needs_config=args.resume is None)
+    if args.resume is not None:
+        if config_path is not None:
+            raise ValueError(
+                f"train --resume: got the config file {config_path} too; the run's own config.yaml holds, "
+                "give changes as section.key=value"
+            )
+        config_path = args.resume / "config.yaml"
+        if not config_path.is_file():
+            raise FileNotFoundError(f"train --resume: {args.resume} holds no config.yaml; give the run.dir of a run")
+        # run.dir in the file is the place the run was made at; the directory may have moved since.
+        overrides = [*overrides, f"run.dir={args.resume}"]
+    assert config_path is not None
+    config = calls.load_config(config_path, overrides)
+    if args.dry_run:
+        from grpo_mc.cli.dry_run import explain
+
+        if calls.is_first_rank():
+            explain(calls.with_layout(config))
+        return 0
+    return _train(calls.mark_resumed(config) if args.resume is not None else config, args.resume)
+
+
+def _train(config: Config, resume_dir: Path | None) -> int:
+    from grpo_mc.cli import calls
+    from grpo_mc.config import check_trainable, config_warnings
+    from grpo_mc.monitor import RunMonitor, write_report
+    from grpo_mc.monitor.report import read_run, summary_lines
+
+    check_trainable(config)
+    run_dir = Path(config.run.dir)
+    if calls.is_first_rank():
+        for warning in config_warnings(config):
+            print(f"grpo-mc: warning: {warning}", file=sys.stderr)
+    with RunMonitor(run_dir, config) as monitor:
+        calls.train(config, resume_dir=resume_dir, sink=monitor)
+    if calls.is_first_rank():
+        path = write_report(run_dir)
+        for line in summary_lines(read_run(run_dir)):
+            print(line)
+        print(f"report: {path}")
+    return 0

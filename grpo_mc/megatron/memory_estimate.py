@@ -1,0 +1,217 @@
+"""How much memory a run needs on one rank, before it is started: a sum of what is allocated, from sizes alone.
+
+    parameters   the fullest pipeline stage's share, in the compute dtype
+    gradients    float32, one for each parameter (Megatron's DDP buffer)
+    optimizer    two float32 moments, plus float32 master weights under bf16; split over dp (distributed optimizer)
+    reference    a second copy of the parameters when the KL asks for one
+    activations  what a backward pass keeps for one micro-batch, times the micro-batches in flight (1F1B: up to pp)
+    logits       [scored tokens, V / tp] float32, and its gradient
+    KV cache     keys and values of the responses decoded at once and of one prompt for each group
+
+Training and sampling take turns, so the peak is static + max(activations + logits, KV cache + one row of logits for
+each decoded response) + the runtime. It is an estimate, not a bound: allocator slack, attention's scratch space and
+the temporary copies of checkpointing are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+RUNTIME_BYTES = 450_000_000
+"""Resident size of a process that has imported torch (CPU build), Megatron-Core and transformers, and built nothing."""
+
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+class Architecture(Protocol):
+    """The sizes read here; ModelArchitecture has them."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a run decides its memory. Sizes are those of the whole run."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    dp: int = 1
+    dtype: str = "fp32"
+    """"fp32" or "bf16"."""
+    sequence_parallel: bool = False
+    recompute: bool = False
+    """Keep only each layer's input and compute the rest again in the backward pass."""
+    has_reference: bool = False
+    max_tokens_per_micro_batch: int = 1024
+    num_prompts: int = 0
+    """Groups a step."""
+    group_size: int = 1
+    max_prompt_tokens: int = 0
+    max_new_tokens: int = 0
+    max_batch_rows: int = 256
+    """Most responses decoded at once on one data-parallel rank."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the fullest rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    logits: int
+    kv_cache: int
+    decode_logits: int
+    runtime: int = RUNTIME_BYTES
+
+    @property
+    def static(self) -> int:
+        """What stays for the whole run."""
+        return self.parameters + self.gradients + self.optimizer + self.reference + self.runtime
+
+    @property
+    def peak(self) -> int:
+        """Static, plus the larger of training's and sampling's needs."""
+        return self.static + max(self.activations + self.logits, self.kv_cache + self.decode_logits)
+
+    def lines(self) -> list[str]:
+        """One line for each part, then the peak, in GB."""
+        names = ("parameters", "gradients", "optimizer", "reference", "activations", "logits", "kv_cache",
+                 "decode_logits", "runtime", "peak")  # fmt: skip
+        return [f"{name.replace('_', ' '):<14} {getattr(self, name) / 1e9:9.3f} GB" for name in names]
+
+
+def parameter_count(arch: Architecture) -> int:
+    """Parameters of the whole model, norms included, biases left out (they are below a thousandth)."""
+    embedding = arch.vocab_size * arch.hidden_size
+    layers = arch.num_layers * (_attention(arch) + _mlp(arch) + 2 * arch.hidden_size)
+    return embedding * (1 if arch.tie_word_embeddings else 2) + layers + arch.hidden_size
+
+
+def estimate_memory(arch: Architecture, layout: Layout) -> MemoryEstimate:
+    """The estimate for the fullest rank.
+
+    Raises:
+        ValueError: a dtype other than fp32 or bf16.
+    """
+    if layout.dtype not in BYTES:
+        raise ValueError(f"memory estimate: dtype is {layout.dtype!r}; it must be one of {', '.join(BYTES)}")
+    item = BYTES[layout.dtype]
+    dense, expert = _rank_parameters(arch, layout)
+    master = 0 if layout.dtype == "fp32" else 4
+    # Expert parameters have fewer replicas: the ranks of tp * cp * dp are shared out over etp * ep.
+    expert_dp = max(1, layout.tp * layout.cp * layout.dp // (layout.etp * layout.ep))
+    optimizer = (8 + master) * (dense // (layout.dp * layout.cp) + expert // expert_dp)
+    tokens = layout.max_tokens_per_micro_batch
+    vocab = -(-arch.vocab_size // layout.tp)
+    rows = _decoded_rows(layout)
+    return MemoryEstimate(
+        parameters=item * (dense + expert),
+        gradients=4 * (dense + expert),
+        optimizer=optimizer,
+        reference=item * (dense + expert) if layout.has_reference else 0,
+        activations=_activation_bytes(arch, layout, tokens, item) * min(layout.pp, max(1, _micro_batches(layout))),
+        logits=2 * 4 * vocab * _scored_tokens(layout),
+        kv_cache=_kv_cache_bytes(arch, layout, rows, item),
+        decode_logits=4 * vocab * rows,
+    )
+
+
+def _attention(arch: Architecture) -> int:
+    heads = arch.num_heads + 2 * arch.num_kv_heads
+    return arch.hidden_size * arch.head_dim * (heads + arch.num_heads)
+
+
+def _mlp(arch: Architecture) -> int:
+    one = 3 * arch.hidden_size * arch.ffn_hidden_size
+    return one * arch.num_experts + arch.hidden_size * arch.num_experts if arch.num_experts else one
+
+
+def _rank_parameters(arch: Architecture, layout: Layout) -> tuple[int, int]:
+    """(dense, expert) parameters on the fullest rank: a first stage with the embedding, or one stage with all."""
+    layers = -(-arch.num_layers // layout.pp)
+    embedding = -(-arch.vocab_size // layout.tp) * arch.hidden_size
+    # With pp > 1 the first and the last stage hold one matrix each, tied or not.
+    copies = 1 if arch.tie_word_embeddings or layout.pp > 1 else 2
+    dense = copies * embedding + layers * (_attention(arch) // layout.tp + 2 * arch.hidden_size)
+    if not arch.num_experts:
+        return dense + layers * _mlp(arch) // layout.tp, 0
+    experts = layers * 3 * arch.hidden_size * arch.ffn_hidden_size * arch.num_experts // (layout.ep * layout.etp)
+    return dense + layers * arch.hidden_size * arch.num_experts, experts
+
+
+def _activation_bytes(arch: Architecture, layout: Layout, tokens: int, item: int) -> int:
+    """What one micro-batch keeps on one rank for its backward pass, without the output layer."""
+    layers = -(-arch.num_layers // layout.pp)
+    tokens = -(-tokens // layout.cp)
+    # Per token and layer: both norms' inputs and outputs; q, k, v before and after the rotation; attention's output;
+    # gate, up and their product.
+    hidden = 4 * arch.hidden_size
+    split_hidden = hidden / layout.tp if layout.sequence_parallel else hidden
+    heads = arch.head_dim * (2 * (arch.num_heads + 2 * arch.num_kv_heads) + arch.num_heads) / layout.tp
+    if arch.num_experts:
+        # Dispatched copies of the token, in and out, and the MLP of each expert it goes to.
+        mlp = arch.experts_per_token * (2 * arch.hidden_size + 3 * arch.ffn_hidden_size / layout.etp)
+    else:
+        mlp = 3 * arch.ffn_hidden_size / layout.tp
+    whole_layer = split_hidden + heads + mlp
+    if layout.recompute:
+        layer_input = arch.hidden_size / layout.tp if layout.sequence_parallel else arch.hidden_size
+        return int(item * tokens * (layers * layer_input + whole_layer))
+    return int(item * tokens * layers * whole_layer)
+
+
+def _decoded_rows(layout: Layout) -> int:
+    """Responses decoded at once on one data-parallel rank."""
+    return min(layout.max_batch_rows, -(-layout.num_prompts // layout.dp) * layout.group_size)
+
+
+def _kv_cache_bytes(arch: Architecture, layout: Layout, rows: int, item: int) -> int:
+    """Keys and values: the prompt once for each group, the response once for each row."""
+    prompts = -(-rows // layout.group_size)
+    cached = rows * layout.max_new_tokens + prompts * layout.max_prompt_tokens
+    layers = -(-arch.num_layers // layout.pp)
+    kv_heads = max(1, arch.num_kv_heads // layout.tp)
+    return 2 * item * layers * kv_heads * arch.head_dim * cached
+
+
+def _group_tokens(layout: Layout) -> int:
+    """Most tokens of one group in training: its prompt once and its responses."""
+    return layout.max_prompt_tokens + layout.group_size * layout.max_new_tokens
+
+
+def _scored_tokens(layout: Layout) -> int:
+    """Most response tokens in one micro-batch; only they get logits."""
+    rollouts = -(-layout.num_prompts // layout.dp) * layout.group_size
+    return min(layout.max_tokens_per_micro_batch, rollouts * layout.max_new_tokens)
+
+
+def _micro_batches(layout: Layout) -> int:
+    """About how many micro-batches a step has on one data-parallel rank."""
+    tokens = -(-layout.num_prompts // layout.dp) * _group_tokens(layout)
+    return -(-tokens // layout.max_tokens_per_micro_batch)
