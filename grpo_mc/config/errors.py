@@ -80,7 +80,10 @@ def with_places(message: str, document: Document) -> str:
     for line in message.split("\n"):
         names = re.findall(r"\b[a-z_]+(?:\.[a-z_0-9]+)+", line)
         paths = [tuple(int(part) if part.isdigit() else part for part in name.split(".")) for name in names]
-        places = dict.fromkeys(document.marks[path].place for path in paths if path in document.marks)
+        # A value that is set as part of a whole (`source={...}`) has the whole's place; a section has none.
+        prefixes = [[path[:length] for length in range(len(path), 1, -1)] for path in paths]
+        found = [next((prefix for prefix in some if prefix in document.marks), None) for some in prefixes]
+        places = dict.fromkeys(document.marks[path].place for path in found if path is not None)
         lines.append(f"{line} ({'; '.join(places)})" if places else line)
     return "\n".join(lines)
 
@@ -104,6 +107,7 @@ def _describe(detail: ErrorDetails, path: KeyPath, document: Document, name: str
         return f"{place}: {key} needs the key '{tag}', one of {', '.join(_TAGS[tag])}"
     if kind == "union_tag_invalid":
         tag, given, expected = str(context["discriminator"]).strip("'"), context["tag"], context["expected_tags"]
+        place = document.marks[(*path, tag)].place if (*path, tag) in document.marks else place
         return f"{place}: {key}.{tag} is {_show(given)}; it needs one of {expected}{_nearest_choice(given, expected)}"
     needed = _NEEDED.get(kind) or detail["msg"].replace("Input should be ", "")
     if needed.startswith(("greater", "less")):

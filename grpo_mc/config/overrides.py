@@ -77,11 +77,10 @@ def _takes_text(path: KeyPath, data: Any) -> bool:
         data = data.get(part) if isinstance(data, dict) else data[part] if _has_item(data, part) else None
         if isinstance(part, int) and get_origin(annotation) is list:
             annotation = get_args(annotation)[0]
-            continue
-        section = annotation if _is_section(annotation) else None
-        if section is None or str(part) not in section.model_fields:
+        elif _is_section(annotation) and str(part) in annotation.model_fields:
+            annotation = annotation.model_fields[str(part)].annotation
+        else:
             return False
-        annotation = section.model_fields[str(part)].annotation
         if isinstance(data, dict):
             annotation = pick_section(annotation, data) or annotation
     if isinstance(data, dict):

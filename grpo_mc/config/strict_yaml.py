@@ -18,7 +18,7 @@ from grpo_mc.config.base import ConfigError
 
 KeyPath = tuple[str | int, ...]
 
-_MAX_NODES = 100_000  # aliases of aliases can make a small file expand without end
+_MAX_NODES = 20_000  # aliases of aliases can make a small file expand without end
 _INT = re.compile(r"[-+]?[0-9]+")
 _BASED_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
