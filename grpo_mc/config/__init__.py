@@ -6,7 +6,7 @@ from grpo_mc.config.checks import check_trainable, config_warnings
 from grpo_mc.config.data import DataConfig, HfSource, JsonlSource, ParquetSource, ReasoningGymSource, Source
 from grpo_mc.config.formula import objective_formula
 from grpo_mc.config.layout import ModelShape, check_parallel
-from grpo_mc.config.load import load_config, load_config_text, parse_rewards_section, to_yaml
+from grpo_mc.config.load import load_config, load_config_text, to_yaml
 from grpo_mc.config.model import ModelConfig
 from grpo_mc.config.presets import PRESETS, Preset
 from grpo_mc.config.resolve import resolve
@@ -67,7 +67,6 @@ __all__ = [
     "load_config",
     "load_config_text",
     "objective_formula",
-    "parse_rewards_section",
     "resolve",
     "to_yaml",
 ]

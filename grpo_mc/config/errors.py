@@ -55,23 +55,18 @@ def _key_path(location: tuple[int | str, ...], data: Any) -> KeyPath:
     return tuple(path)
 
 
-def describe_all(
-    error: ValidationError, prefix: KeyPath, document: Document, name: str, *, has_unknown: bool
-) -> list[str]:
+def describe_all(error: ValidationError, document: Document, name: str, *, has_unknown: bool) -> list[str]:
     """One message for every error; unknown keys are left out, since `unknown_keys` reports them.
 
     Args:
-        error: from validating what the document holds under `prefix`.
-        prefix: the keys that lead there.
+        error: from validating the document's data.
         document: what was validated, with its marks.
         name: the file's name, where no mark is near.
         has_unknown: an unknown key was found: then a missing key beside it is mostly the same mistake, and left out.
     """
     left_out = {"extra_forbidden", "missing"} if has_unknown else {"extra_forbidden"}
     details = [detail for detail in error.errors() if detail["type"] not in left_out]
-    return [
-        _describe(detail, _key_path((*prefix, *detail["loc"]), document.data), document, name) for detail in details
-    ]
+    return [_describe(detail, _key_path(detail["loc"], document.data), document, name) for detail in details]
 
 
 def with_places(message: str, document: Document) -> str:
@@ -94,7 +89,7 @@ def _describe(detail: ErrorDetails, path: KeyPath, document: Document, name: str
     place = mark.place if mark else name
     key = ".".join(map(str, path)) or "the configuration"
     kind, context = detail["type"], detail.get("ctx", {})
-    if kind == "missing" and not isinstance(path[-1], int):
+    if kind == "missing" and not (path and isinstance(path[-1], int)):
         return f"{place}: {key} is missing; it has no default"
     if kind == "value_error":
         # A check of a whole section names its fields in the text; point at them rather than at the section.

@@ -41,7 +41,9 @@ def _reward_lines(config: Config) -> list[str]:
         lines.append(f"  r_i <- r_i + {algorithm.beta:g} * sum_t m_t d_t,  d = ref - lp when sampled  (KL k1)")
     if algorithm.quantile is not None:
         q = algorithm.quantile
-        lines.append(f"  r_i <- clip(r_i, q_{q:g}, q_{1 - q:g}) / (q_{1 - q:g} - q_{q:g})  over the group")
+        lines.append(
+            f"  r_i <- (clip(r_i, Q({q:g}), Q({1 - q:g})) - Q({q:g})) / (Q({1 - q:g}) - Q({q:g})),  Q quantiles of the group"
+        )
     return lines
 
 
@@ -101,7 +103,7 @@ def _correction_weight(algorithm: AlgorithmConfig) -> str | None:
         "tis": f"w_t = min(exp(old_t - roll_t), {high:g})",
         "tis_sequence": f"w_i = min(exp(sum_t(old_t - roll_t)), {high:g})",
         "mask_token": f"w_t = 1 where {low:g} <= exp(old_t - roll_t) <= {high:g}, else 0",
-        "mask_sequence": f"w_i = 1 where {low:g} <= exp(mean_t(old_t - roll_t)) <= {high:g}, else 0",
+        "mask_sequence": f"w_i = 1 where {low:g} <= exp(sum_t(old_t - roll_t)) <= {high:g}, else 0",
     }.get(algorithm.correction)
 
 

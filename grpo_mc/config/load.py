@@ -6,7 +6,7 @@ else of the run starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from grpo_mc.config.keys import unknown_keys
 from grpo_mc.config.overrides import apply_overrides
 from grpo_mc.config.paths import with_absolute_paths
 from grpo_mc.config.presets import PRESETS
-from grpo_mc.config.resolve import resolve, resolve_rewards
-from grpo_mc.config.rewards import RewardsConfig
+from grpo_mc.config.resolve import resolve
 from grpo_mc.config.schema import Config
 from grpo_mc.config.strict_yaml import Document, parse_yaml
 
@@ -73,33 +72,6 @@ def load_config_text(
         raise ConfigError(with_places(str(error), document)) from error
 
 
-def parse_rewards_section(functions: Sequence[Mapping[str, Any]]) -> RewardsConfig:
-    """Section `rewards` from options that a command line gives as text.
-
-    Args:
-        functions: each a reward's options by name; values that are text are read as after `section.key=`. Relative
-            paths are taken from the working directory.
-
-    Raises:
-        ConfigError: an unknown type or option, or a value of the wrong kind.
-    """
-    items: list[dict[str, Any]] = []
-    texts: list[str] = []
-    for index, options in enumerate(functions):
-        items.append({"type": None} | {key: value for key, value in options.items() if not isinstance(value, str)})
-        texts += [f"rewards.functions.{index}.{k}={value}" for k, value in options.items() if isinstance(value, str)]
-    data = {"rewards": {"functions": items}}
-    document = apply_overrides(Document(data, {}), texts)
-    problems = unknown_keys(document)
-    try:
-        rewards = RewardsConfig.model_validate(document.data["rewards"])
-    except ValidationError as error:
-        problems += describe_all(error, ("rewards",), document, "command line", has_unknown=bool(problems))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return resolve_rewards(with_absolute_paths(rewards, document, ("rewards",)))
-
-
 def to_yaml(config: Config) -> str:
     """The configuration as YAML text; of a resolved one, loading the text gives the same configuration.
 
@@ -150,7 +122,7 @@ def _validate(document: Document, name: str) -> Config:
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        problems += describe_all(error, (), Document(data, document.marks), name, has_unknown=bool(problems))
+        problems += describe_all(error, Document(data, document.marks), name, has_unknown=bool(problems))
     if problems:
         raise ConfigError("\n".join(problems))
     return config

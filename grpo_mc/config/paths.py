@@ -14,7 +14,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def with_absolute_paths(model: Model, document: Document, path: KeyPath = ()) -> Model:
-    """The configuration, or the section that `path` names, with every path that the document sets made absolute."""
+    """The configuration, or its section under `path`, with every path that the document sets made absolute."""
     update: dict[str, Any] = {}
     for name in model.model_fields_set:
         field = type(model).model_fields[name]

@@ -14,7 +14,6 @@ from grpo_mc.config.base import ConfigError, derive
 from grpo_mc.config.checks import check_across_sections
 from grpo_mc.config.layout import data_parallel_size, expert_tensor_size
 from grpo_mc.config.presets import PRESETS, Preset
-from grpo_mc.config.rewards import RewardsConfig
 from grpo_mc.config.schema import Config
 
 
@@ -67,7 +66,10 @@ def resolve(config: Config, world_size: int | None = None) -> Config:
         update["algorithm"] = derive(algorithm, norm_length=rollout.max_new_tokens)
     if config.evaluation.max_new_tokens is None:
         update["evaluation"] = derive(config.evaluation, max_new_tokens=rollout.max_new_tokens)
-    update["rewards"] = resolve_rewards(config.rewards)
+    rewards = config.rewards
+    functions = [derive(function, name=function.name or function.type) for function in rewards.functions]
+    max_pending = rewards.max_pending or 64 * rewards.workers
+    update["rewards"] = derive(rewards, functions=functions, max_pending=max_pending)
     run_dir = Path(config.run.dir).expanduser().absolute()
     update["run"] = config.run.model_copy(update={"dir": str(run_dir), "name": config.run.name or run_dir.name})
     update["parallel"] = derive(parallel, etp=expert_tensor_size(parallel))
@@ -76,9 +78,3 @@ def resolve(config: Config, world_size: int | None = None) -> Config:
     config = config.model_copy(update=update)
     check_across_sections(config)
     return config
-
-
-def resolve_rewards(rewards: RewardsConfig) -> RewardsConfig:
-    """Section `rewards` with every function named and max_pending filled in."""
-    functions = [derive(function, name=function.name or function.type) for function in rewards.functions]
-    return derive(rewards, functions=functions, max_pending=rewards.max_pending or 64 * rewards.workers)

@@ -25,7 +25,7 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after warm-up: constant, or falling to min_lr at the last step."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Training batches over which the learning rate rises from 0 to lr."""
+    """Training batches over which the learning rate rises to lr, starting at lr / warmup_steps."""
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step of the linear and cosine schedules."""
 

@@ -226,7 +226,7 @@ def test_formula_of_the_defaults(minimal: str) -> None:
         (["algorithm.beta=0.1", "algorithm.kl_gradient=k2"], "(k3, with k2's gradient)"),
         (["algorithm.correction=tis"], "w_t = min(exp(old_t - roll_t), 2)"),
         (["algorithm.entropy_coef=0.01"], "L_t <- L_t - 0.01 * entropy_t"),
-        (["algorithm.quantile=0.25"], "r_i <- clip(r_i, q_0.25, q_0.75) / (q_0.75 - q_0.25)"),
+        (["algorithm.quantile=0.25"], "r_i <- (clip(r_i, Q(0.25), Q(0.75)) - Q(0.25)) / (Q(0.75) - Q(0.25))"),
         (["rewards.functions.0.weight=0.5"], "r_i = 0.5 * exact"),
         (["algorithm.mask_truncated=true"], "truncated responses are left out"),
     ],

@@ -18,7 +18,6 @@ from grpo_mc.config import (
     ReasoningGymSource,
     load_config,
     load_config_text,
-    parse_rewards_section,
     resolve,
     to_yaml,
 )
@@ -224,16 +223,11 @@ def test_config_built_in_python() -> None:
     assert config.rollout.group_size == 8 and config.algorithm.norm_length == 256
 
 
-def test_rewards_from_arguments() -> None:
-    rewards = parse_rewards_section(
-        [{"type": "numeric", "extract": "boxed", "weight": "0.5"}, {"type": "regex", "pattern": "7"}]
-    )
-    assert [(f.name, f.weight) for f in rewards.functions] == [("numeric", 0.5), ("regex", 1.0)]
-    assert rewards.max_pending == 64
-    with pytest.raises(ConfigError, match="did you mean 'weight'"):
-        parse_rewards_section([{"type": "exact", "wieght": "1"}])
-    with pytest.raises(ConfigError, match="did you mean 'numeric'"):
-        parse_rewards_section([{"type": "numeri"}])
+def test_text_of_a_list_item_needs_no_quotes(minimal: str) -> None:
+    config = load_config_text(minimal + "    - {type: regex, pattern: x}\n", ["rewards.functions.1.pattern=7"])
+    assert getattr(config.rewards.functions[1], "pattern", None) == "7"
+    assert [function.name for function in config.rewards.functions] == ["exact", "regex"]
+    assert config.rewards.max_pending == 64
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml")), ids=lambda p: p.name)
