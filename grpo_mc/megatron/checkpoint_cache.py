@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,10 +138,19 @@ def sha256_of(path: Path) -> str:
 
 
 def _convert_once(path: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"convert model: cannot create {folder.parent} ({error}); set model.cache_dir or GRPO_MC_CACHE to a folder "
+            "that can be written"
+        ) from error
     with exclusive_lock(folder.with_name(folder.name + ".lock")):
         if folder.exists():  # another process was faster
             return
+        # Whoever wrote these was killed: it would hold the lock otherwise.
+        for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         source = GgufCheckpoint(path)
         shapes = hf_tensor_shapes(source.architecture)
         missing = [name for name in shapes if name not in source.names()]

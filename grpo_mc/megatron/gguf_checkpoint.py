@@ -11,8 +11,10 @@ holds to rounding and bfloat16 does not.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,8 @@ class GgufCheckpoint:
         self.path = Path(path)
         self._reader = _open_reader(self.path)
         self._tensors = {hf_name(tensor.name): tensor for tensor in self._reader.tensors}
-        self.architecture = self._read_architecture()
+        factors = self._tensors.pop("rope_freqs.weight", None)
+        self.architecture = self._read_architecture(None if factors is None else torch.tensor(factors.data))
 
     def names(self) -> list[str]:
         """Hugging Face names of the file's tensors."""
@@ -96,61 +99,67 @@ class GgufCheckpoint:
         for name in self._tensors:
             yield name, self.tensor(name)
 
-    def _read_architecture(self) -> ModelArchitecture:
-        metadata = self._reader.fields
+    def _value(self, key: str) -> Any:
+        """One metadata entry, None where the file has none."""
+        field = self._reader.fields.get(key)
+        return None if field is None else field.contents()
 
-        def value(name: str) -> Any:
-            return metadata[name].contents() if name in metadata else None
-
-        family = value("general.architecture")
-        if family not in _FAMILIES or value(f"{family}.expert_count"):
+    def _read_architecture(self, rotary_factors: Tensor | None) -> ModelArchitecture:
+        family = self._value("general.architecture")
+        if family not in _FAMILIES or self._value(f"{family}.expert_count"):
             what = f"{family} with experts" if family in _FAMILIES else family
             raise ValueError(
                 f"read GGUF: {self.path} holds a model of architecture '{what}', needed one of "
                 f"{', '.join(_FAMILIES)} without experts; use the model's safetensors folder instead"
             )
-        if any(tensor.name == "rope_freqs.weight" for tensor in self._reader.tensors):
-            raise ValueError(
-                f"read GGUF: {self.path} stores rotary factors (rope_freqs.weight) without the settings they were made "
-                "from; use the model's safetensors folder instead"
-            )
-        embedding = self._tensors.get("model.embed_tokens.weight")
-        if embedding is None:
-            raise ValueError(f"read GGUF: {self.path} has no tensor 'token_embd.weight'; use a complete model file")
-        scaling = value(f"{family}.rope.scaling.type")
-        config = {
-            "model_type": family,
-            "num_hidden_layers": value(f"{family}.block_count"),
-            "hidden_size": value(f"{family}.embedding_length"),
-            "intermediate_size": value(f"{family}.feed_forward_length"),
-            "num_attention_heads": value(f"{family}.attention.head_count"),
-            # llama.cpp leaves the key out where every query head has its own key/value head.
-            "num_key_value_heads": value(f"{family}.attention.head_count_kv")
-            or value(f"{family}.attention.head_count"),
-            "head_dim": value(f"{family}.attention.key_length"),
-            "vocab_size": int(embedding.shape[1]),
-            "max_position_embeddings": value(f"{family}.context_length"),
-            "rms_norm_eps": value(f"{family}.attention.layer_norm_rms_epsilon"),
-            "rope_theta": value(f"{family}.rope.freq_base"),
-            "rope_scaling": None
-            if scaling in (None, "none")
-            else {"rope_type": scaling, "factor": value(f"{family}.rope.scaling.factor")},
-            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-            "eos_token_id": value("tokenizer.ggml.eos_token_id"),
-            "bos_token_id": value("tokenizer.ggml.bos_token_id"),
-            "pad_token_id": value("tokenizer.ggml.padding_token_id"),
-        }
-        config = {key: setting for key, setting in config.items() if setting is not None}
-        if family == "qwen3":
-            config.setdefault("head_dim", config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
-        rotated = value(f"{family}.rope.dimension_count")
+        config = {key: value for key, value in self._config(family).items() if value is not None}
+        if family == "qwen3" and {"hidden_size", "num_attention_heads"} <= config.keys():
+            config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         architecture = architecture_from_dict(config, source=f"metadata of {self.path}")
+        rotated = self._value(f"{family}.rope.dimension_count")
         if rotated is not None and rotated != architecture.head_dim:
             raise ValueError(
                 f"read GGUF: {self.path} rotates {rotated} of {architecture.head_dim} dimensions of a head; choose a "
                 "model that rotates the whole head"
             )
-        return architecture
+        if rotary_factors is None:
+            return architecture
+        scaling = llama3_scaling(rotary_factors, architecture.rope_theta)
+        if scaling is None or architecture.rope_scaling is not None:
+            raise ValueError(
+                f"read GGUF: {self.path} stores rotary factors (rope_freqs.weight) that are not Llama 3's; use the "
+                "model's safetensors folder instead"
+            )
+        return replace(architecture, rope_scaling=scaling)
+
+    def _config(self, family: str) -> dict[str, Any]:
+        """The metadata under the keys of config.json; None where the file is silent."""
+        heads = self._value(f"{family}.attention.head_count")
+        scaling = self._value(f"{family}.rope.scaling.type")
+        if "model.embed_tokens.weight" not in self._tensors:
+            raise ValueError(f"read GGUF: {self.path} has no tensor 'token_embd.weight'; use a complete model file")
+        ends = [self._value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+        return {
+            "model_type": family,
+            "num_hidden_layers": self._value(f"{family}.block_count"),
+            "hidden_size": self._value(f"{family}.embedding_length"),
+            "intermediate_size": self._value(f"{family}.feed_forward_length"),
+            "num_attention_heads": heads,
+            # llama.cpp leaves the key out where every query head has its own key/value head.
+            "num_key_value_heads": self._value(f"{family}.attention.head_count_kv") or heads,
+            "head_dim": self._value(f"{family}.attention.key_length"),
+            "vocab_size": int(self._tensors["model.embed_tokens.weight"].shape[1]),
+            "max_position_embeddings": self._value(f"{family}.context_length"),
+            "rms_norm_eps": self._value(f"{family}.attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._value(f"{family}.rope.freq_base"),
+            "rope_scaling": None
+            if scaling in (None, "none")
+            else {"rope_type": scaling, "factor": self._value(f"{family}.rope.scaling.factor")},
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+            "eos_token_id": [end for end in ends if end is not None],
+            "bos_token_id": self._value("tokenizer.ggml.bos_token_id"),
+            "pad_token_id": self._value("tokenizer.ggml.padding_token_id"),
+        }
 
 
 def _open_reader(path: Path) -> Any:
@@ -192,3 +201,33 @@ def unpermute_rotary_rows(weight: Tensor, num_heads: int) -> Tensor:
     """
     half = weight.shape[0] // num_heads // 2
     return weight.reshape(num_heads, half, 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def llama3_scaling(factors: Tensor, rope_theta: float) -> dict[str, Any] | None:
+    """Recover the settings behind llama.cpp's `rope_freqs.weight`, which holds only their result.
+
+    Llama 3.1 and later divide a frequency by `factor` where its wavelength passes 8192 tokens, leave it where the
+    wavelength is below 8192/4, and blend in between; only `factor` differs between the models.
+
+    Args:
+        factors: what each frequency is divided by, float32 [head_dim / 2].
+        rope_theta: base of the frequencies.
+
+    Returns:
+        ModelArchitecture.rope_scaling, or None when these settings do not give the factors.
+    """
+    low, high, context = 1.0, 4.0, 8192
+    factor = float(factors.max())
+    half = factors.numel()
+    turns = context / (2 * math.pi) * rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)  # [head_dim/2]
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    expected = 1.0 / ((1.0 - blend) / factor + blend)
+    if not torch.allclose(factors.double(), expected, rtol=1e-4):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }

@@ -52,7 +52,7 @@ class ModelArchitecture:
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_positions: int
-    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     """None, {"rope_type": "linear", "factor"} or {"rope_type": "llama3", "factor", "low_freq_factor",
     "high_freq_factor", "original_max_position_embeddings"}."""
     qkv_bias: bool = False

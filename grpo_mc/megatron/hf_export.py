@@ -62,6 +62,8 @@ def write_hf_folder(
     missing = [os.fspath(file) for file in tokenizer_files if not Path(file).is_file()]
     if missing:
         raise ValueError(f"export model: tokenizer file {missing[0]} is missing; correct model.tokenizer")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"export model: {directory} is a file; remove it or choose another folder")
     if directory.exists() and not overwrite and any(directory.iterdir()):
         raise ValueError(f"export model: {directory} exists and is not empty; remove it or choose another folder")
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -259,7 +259,7 @@ def hf_tensors(
         tensors = [torch.cat(shards, dim=1) if len(shards) > 1 else shards[0]]
     elif rule.kind == "rows":
         halves = [shard.chunk(2) for shard in shards]
-        tensors = [torch.cat([half[index] for half in halves]) for index in range(2)]
+        tensors = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*halves, strict=True)]
     else:
         tensors = _split_qkv(shards, arch)
     result = dict(zip(rule.sources, tensors, strict=True))
