@@ -42,7 +42,7 @@ def _reward_lines(config: Config) -> list[str]:
     if algorithm.quantile is not None:
         q = algorithm.quantile
         lines.append(
-            f"  r_i <- (clip(r_i, Q({q:g}), Q({1 - q:g})) - Q({q:g})) / (Q({1 - q:g}) - Q({q:g})),  Q quantiles of the group"
+            f"  r_i <- (clip(r_i, Q({q:g}), Q({1 - q:g})) - Q({q:g})) / (Q({1 - q:g}) - Q({q:g}))  (Q: quantile)"
         )
     return lines
 
