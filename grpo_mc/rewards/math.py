@@ -5,7 +5,7 @@ Option: extract. Three passes, cheapest first:
 2. two numbers are compared exactly: 1/2 = 0.5 = \frac12, 8,000 = 8000, and 2/3 is not 2;
 3. math-verify parses both and compares them symbolically: x(x+2) = x^2+2x, (1,2) = (1, 2), {1,2} = {2,1}.
 
-A ground truth in words (three letters or more, or inside \text{}) is compared as text: symbolic comparison would
+A ground truth in words (three letters or more, "no", or inside \text{}) is compared as text: symbolic comparison would
 multiply its letters and call every anagram right. math-verify's own time limit is off: it needs signal.alarm, which
 exists only in a process's main thread; the reward pool ends the worker process instead.
 """
@@ -68,29 +68,39 @@ def compare_cheaply(reference: str, answer: str) -> bool | None:
     if wanted is not None and value is not None:
         return wanted == value
     words = _TEXT_COMMAND.sub(r"\1", reference).strip()
-    has_words = words != reference or len(re.findall(r"[A-Za-z]", words)) >= 3
+    has_words = words != reference or len(re.findall(r"[A-Za-z]", words)) >= 3 or words.casefold() == "no"
     if has_words and re.fullmatch(r"[A-Za-z][A-Za-z '()-]*", words):
         return words.casefold() == _TEXT_COMMAND.sub(r"\1", answer).strip().casefold()
     return None
 
 
 def _squeeze(text: str) -> str:
-    """`text` for comparing spellings: no white space, no LaTeX spacing, one name for each fraction command."""
-    return re.sub(r"\s+", "", _SPACING.sub("", re.sub(r"\\[dt]frac", r"\\frac", text)))
+    """`text` for comparing spellings: white space only between words, no LaTeX spacing, one fraction command."""
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", _SPACING.sub("", re.sub(r"\\[dt]frac", r"\\frac", text)))
 
 
 def _compare_symbolically(math_verify: Any, reference: str, answer: str) -> tuple[object, str]:
-    # In a box: math-verify then reads the whole text as one answer instead of looking for one inside it.
-    gold = math_verify.parse(f"\\boxed{{{clean_math(reference)}}}", parsing_timeout=None)
+    gold = math_verify.parse(_one_box(reference), parsing_timeout=None)
     if not gold:
         return None, f"math-verify cannot read the ground truth {reference!r}"
     if not has_balanced_braces(answer):
         return 0.0, f"{answer!r} has unbalanced braces"  # it would close the box and open another: a second answer
-    parsed = math_verify.parse(f"\\boxed{{{clean_math(answer)}}}", parsing_timeout=None)
+    parsed = math_verify.parse(_one_box(answer), parsing_timeout=None)
     if not parsed:
         return 0.0, f"{answer!r} is not mathematics"
     try:
         is_right = math_verify.verify(gold, parsed, timeout_seconds=None, raise_on_error=True)
-    except Exception as error:  # noqa: BLE001 - sympy raises anything on strange input; the answer caused it: it is wrong
+    except Exception as error:  # sympy raises anything on strange input; the answer caused it: it is wrong
         return 0.0, f"{answer!r} cannot be compared with {reference!r}: {type(error).__name__}: {error}"
     return float(is_right), f"{answer!r} {'equals' if is_right else 'is not'} {reference!r}"
+
+
+def _one_box(text: str) -> str:
+    """`text` as math-verify reads it: in a box, so that all of it is one answer and none is looked for inside.
+
+    Thousands commas go, except inside brackets, where a comma may separate.
+    """
+    text = clean_math(text)
+    if not re.search(r"[(\[]|\\\{", text):
+        text = re.sub(r"(?<![\d,])([1-9]\d{0,2}(?:,\d{3})+)(?![\d,])", lambda m: m.group().replace(",", ""), text)
+    return f"\\boxed{{{text}}}"

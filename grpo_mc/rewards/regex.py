@@ -24,10 +24,8 @@ def build(options: Any) -> Scorer:
             return pattern.fullmatch(text)
         if not compares:
             return pattern.search(text)
-        last = None
-        for last in pattern.finditer(text):  # noqa: B007 - only the last match counts
-            pass
-        return last
+        matches = list(pattern.finditer(text))
+        return matches[-1] if matches else None
 
     def score(sample: Sample) -> tuple[object, str]:
         text = sample.text if options.extract == "full" else extract_answer(sample.text, options.extract)
