@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,40 +70,39 @@ def test_failed_conversion_leaves_no_folder(tmp_path: Path, tiny_model: Callable
     assert [entry.suffix for entry in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
-def test_two_processes_at_once_convert_once(gguf_file: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from grpo_mc.megatron import checkpoint_cache as cache\n"
-        "from grpo_mc.megatron.hf_checkpoint import open_checkpoint\n"
-        "made = []\n"
-        "reader = cache.GgufCheckpoint\n"
-        "cache.GgufCheckpoint = lambda path: made.append(path) or reader(path)\n"
-        "sys.stdin.read()\n"  # both start when the test closes their input
-        "open_checkpoint(sys.argv[1], sys.argv[2]).tensor('model.norm.weight')\n"
-        "print(len(made))\n"
-    )
-    command = [sys.executable, "-c", code, str(gguf_file), str(tmp_path / "cache")]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    workers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(2)
-    ]
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.close()
-        worker.stdin = None
-    counts = [int(worker.communicate(timeout=60)[0]) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0]
-    assert sum(counts) == 1
+def test_two_at_once_convert_once(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads stand for two processes: each opens the lock file itself, which is what an flock goes by."""
+    converted = []
+    together = threading.Barrier(2)
+    reader = checkpoint_cache.GgufCheckpoint
+    monkeypatch.setattr(checkpoint_cache, "GgufCheckpoint", lambda path: converted.append(path) or reader(path))
+
+    def open_it() -> list[str]:
+        together.wait(timeout=30)
+        return open_checkpoint(gguf_file, tmp_path / "cache").names()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (job.result(timeout=60) for job in [pool.submit(open_it) for _ in range(2)])
+    assert len(converted) == 1 and first == second
 
 
-def test_wait_for_the_lock_is_bounded(tmp_path: Path) -> None:
+def test_wait_for_another_process_is_bounded_and_its_death_frees_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
-    with path.open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-S", "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "1\n"
         with pytest.raises(TimeoutError, match="x.lock"), exclusive_lock(path, timeout_s=0.3):
-            raise AssertionError("took a lock that another holds")
-    with exclusive_lock(path, timeout_s=0.3):
+            raise AssertionError("took a lock that another process holds")
+    finally:
+        holder.kill()
+        holder.wait(timeout=30)
+        holder.stdin.close()
+        holder.stdout.close()
+    with exclusive_lock(path, timeout_s=5.0):
         pass
 
 
