@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from grpo_mc.config.rewards import Extract, RewardFunction
 from grpo_mc.rewards import REWARD_TYPES, explain
+from grpo_mc.rewards.extract import EXTRACT_MODES
 from helpers.rewards import make_scorer, score_text
 
 
@@ -179,3 +183,10 @@ def test_every_type_explains_its_options(reward_type: str) -> None:
 def test_explain_refuses_an_unknown_type() -> None:
     with pytest.raises(ValueError, match="'maths'.*math"):
         explain("maths")
+
+
+def test_configuration_and_registry_know_the_same_types() -> None:
+    """Workers do not import the configuration, so both sides list the types and the extract modes."""
+    models = get_args(get_args(RewardFunction)[0])
+    assert [get_args(m.model_fields["type"].annotation)[0] for m in models] == list(REWARD_TYPES)
+    assert get_args(Extract) == EXTRACT_MODES
