@@ -3,6 +3,7 @@
 #   VENV        the virtual environment (.venv)
 #   TORCH_SPEC  what pip installs first and alone (torch==2.13.0): an index that serves CUDA builds gives the CUDA build,
 #               e.g. PIP_INDEX_URL=... make test-gpu; a path to a wheel works too
+#   RUN         the run directory of quickstart
 #   ARGS        more arguments for quickstart, bench and pytest
 
 SHELL := /bin/bash
@@ -13,6 +14,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 TORCH_SPEC ?= torch==2.13.0
 ARGS ?=
+RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
     $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
@@ -28,7 +30,7 @@ SOURCES := setup.py $(shell find csrc -type f 2>/dev/null)
 ##@ Run
 .PHONY: quickstart
 quickstart: install smollm2 ## train SmolLM2-135M on arithmetic, evaluate before and after, write the report
-	$(BIN)/python -m grpo_mc train configs/quickstart.yaml $(ARGS)
+	$(BIN)/python -m grpo_mc train configs/quickstart.yaml run.dir=$(RUN) $(ARGS)
 
 ##@ Test
 .PHONY: test test-dist test-gpu test-wheel lint faults
