@@ -3,11 +3,8 @@
 Megatron-Core names CUDA devices, streams, events and generators directly. Where there is no CUDA, `install` gives its
 modules a proxy for the name `torch` whose `cuda` attribute and tensor factories mean the CPU. The proxy reaches
 `megatron.core.*` only: the user's own torch is untouched. What a proxy for a module's name cannot reach is listed in
-`ENTRIES` and replaced one by one; the method `Tensor.cuda` is replaced too, and acts only for callers inside
-Megatron-Core. `uninstall` puts everything back. On a machine with CUDA `install` does nothing.
-
-The one method that Megatron-Core calls on tensors, `Tensor.type()` (its optimizers compare the answer with
-"torch.cuda.FloatTensor"), is answered by `name_parameter_types` on the model's own parameters, as an instance attribute.
+`ENTRIES` and replaced one by one. Two methods of `torch.Tensor` are replaced too, `cuda` and `type`; they act only for
+callers inside Megatron-Core. `uninstall` puts everything back. On a machine with CUDA `install` does nothing.
 """
 
 from __future__ import annotations
@@ -143,15 +140,28 @@ def _sizes_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fa
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-_tensor_cuda = torch.Tensor.cuda
+def _called_by_megatron() -> bool:
+    """Whether the function that asks was itself called from Megatron-Core's code."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.core")
 
 
-def _cuda_of_megatron(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.cuda()`: the tensor itself when Megatron-Core calls it, what it always was for anybody else."""
-    if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
-        return self
-    return _tensor_cuda(self, *args, **kwargs)
+_tensor_cuda, _tensor_type = torch.Tensor.cuda, torch.Tensor.type
 
+
+def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.cuda()`: the tensor itself when Megatron-Core asks, what it always was for anybody else."""
+    return self if _called_by_megatron() else _tensor_cuda(self, *args, **kwargs)
+
+
+def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.type()`: the CUDA type's name when Megatron-Core asks (its optimizers compare it with that)."""
+    answer = _tensor_type(self, *args, **kwargs)
+    if args or kwargs or not _called_by_megatron():
+        return answer
+    return answer.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else answer
+
+
+_METHODS = {"cuda": _cuda, "type": _type}
 
 # (module, name, replacement, why): what the proxy cannot reach.
 ENTRIES: tuple[tuple[str, str, Any, str], ...] = (
@@ -226,8 +236,9 @@ def install() -> bool:
         for owner in owners:
             for attribute, original in _uncompiled(owner):
                 _replace(owner, attribute, original)
-    if torch.Tensor.cuda is not _cuda_of_megatron:
-        _replace(torch.Tensor, "cuda", _cuda_of_megatron)
+    for name, method in _METHODS.items():
+        if vars(torch.Tensor).get(name) is not method:
+            _replace(torch.Tensor, name, method)
     for module_name, name, value, _ in ENTRIES:
         module = importlib.import_module(module_name)
         if vars(module).get(name, _MISSING) is not value:
@@ -243,22 +254,3 @@ def uninstall() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, old)
-
-
-_CUDA_TYPE_NAMES = {
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-    torch.float16: "torch.cuda.HalfTensor",
-}
-
-
-def name_parameter_types(model: torch.nn.Module) -> None:
-    """Let `parameter.type()` answer with the CUDA type's name, as Megatron-Core's optimizers expect.
-
-    An instance attribute on each parameter: no other tensor changes. Does nothing where CUDA is available.
-    """
-    if torch.cuda.is_available():
-        return
-    for parameter in model.parameters():
-        answer = _CUDA_TYPE_NAMES[parameter.dtype]
-        parameter.type = lambda *args, answer=answer, **kwargs: answer  # type: ignore[method-assign]
