@@ -38,7 +38,8 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}th,t
 border-bottom:1px solid var(--line);vertical-align:top}th{color:var(--soft);font-weight:500}td.n,th.n{text-align:right}
 .scroll{overflow-x:auto}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:6px 0;
 font:13px/1.4 ui-monospace,monospace}
-.sample{margin-bottom:12px}.sample .role{color:var(--soft);font-size:12px;text-transform:uppercase;letter-spacing:.04em}
+.samples{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(min(440px,100%),1fr))}
+.sample{min-width:0}.sample .role{color:var(--soft);font-size:12px;text-transform:uppercase;letter-spacing:.04em}
 .problems{border-color:var(--bad)}.problems li{overflow-wrap:anywhere}summary{cursor:pointer;font-weight:600}
 COLORS"""
 
@@ -88,17 +89,21 @@ def tiles(items: Sequence[tuple[str, str]]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, css: str = "card scroll") -> str:
-    """A table; numbers are set right and shortened, the full value in the cell's title."""
-    head = "".join(f'<th{" class=n" if i else ""}>{text(name)}</th>' for i, name in enumerate(header))
-    body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows)
+    """A table; columns of numbers are set right, numbers shortened, the full value in the cell's title."""
+    is_text = [any(isinstance(row[i], str) for row in rows) for i in range(len(header))]
+    head = "".join(f"<th{'' if is_text[i] else ' class=n'}>{text(name)}</th>" for i, name in enumerate(header))
+    body = "".join(
+        "<tr>" + "".join(_cell(value, is_text[i]) for i, value in enumerate(row)) + "</tr>" for row in rows
+    )
     return f'<div class="{css}"><table><tr>{head}</tr>{body}</table></div>'
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, is_text: bool) -> str:
+    css = "" if is_text else ' class="n"'
     number = decode_number(value) if not isinstance(value, str) else None
     if number is None:
-        return f"<td{' class=n' if value is None else ''}>{text('-' if value is None else value)}</td>"
-    return f'<td class="n" title="{number!r}">{format_number(number)}</td>'
+        return f"<td{css}>{text('-' if value is None else value)}</td>"
+    return f'<td{css} title="{number!r}">{format_number(number)}</td>'
 
 
 def problems(lines: Sequence[str]) -> str:

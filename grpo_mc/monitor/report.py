@@ -213,7 +213,8 @@ def _charts(metrics: Records) -> str:
 
 def _reward_chart(metrics: Records) -> str:
     points = metric_points(metrics, "reward/mean")
-    window = max(1, len(points) // 20)
+    # A mean over fewer than 5 steps smooths too little to be worth a second curve.
+    window = len(points) // 10 if len(points) >= 50 else min(5, len(points) // 4)
     series = [Series("reward/mean", points)]
     if window > 1:
         series = [Series("reward/mean", points, is_faint=True),
@@ -239,7 +240,7 @@ def _samples(samples: Records) -> str:
         samples = samples[:half] + samples[-half:]
     else:
         note = ""
-    return note + "".join(html.sample(record) for record in samples) if samples else ""
+    return f'{note}<div class="samples">{"".join(map(html.sample, samples))}</div>' if samples else ""
 
 
 def _metrics_table(metrics: Records) -> str:

@@ -41,7 +41,7 @@ def make_config() -> Any:
     return make
 
 
-def make_rollout(group_id: int, index: int, text: str, reward: float | None, reason: str = "") -> Rollout:
+def _make_rollout(group_id: int, index: int, text: str, reward: float | None, reason: str = "") -> Rollout:
     prompt = Prompt(f"source:{group_id}", np.arange(3), "1 + 1 = <b>?</b>", ground_truth="2")
     status = VerdictStatus.SCORED if reward is not None else VerdictStatus.CRASHED
     return Rollout(
@@ -58,13 +58,13 @@ def make_rollout(group_id: int, index: int, text: str, reward: float | None, rea
     )
 
 
-def make_group(group_id: int, rewards: list[float | None]) -> Group:
-    rollouts = [make_rollout(group_id, i, f"answer {i}", r, "equal" if r else "not equal")
+def _make_group(group_id: int, rewards: list[float | None]) -> Group:
+    rollouts = [_make_rollout(group_id, i, f"answer {i}", r, "equal" if r else "not equal")
                 for i, r in enumerate(rewards)]  # fmt: skip
     return Group(group_id, rollouts[0].prompt, rollouts)
 
 
-def step_metrics(step: int) -> dict[str, float]:
+def _step_metrics(step: int) -> dict[str, float]:
     return {
         "reward/mean": 0.2 + 0.01 * step + 0.05 * math.sin(step),
         "reward/std": 0.4,
@@ -88,6 +88,18 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 @pytest.fixture
+def make_group() -> Any:
+    """make_group(group_id, rewards): a group with one rollout a reward; None = its verifier crashed."""
+    return _make_group
+
+
+@pytest.fixture
+def step_metrics() -> Any:
+    """step_metrics(step): what a step writes."""
+    return _step_metrics
+
+
+@pytest.fixture
 def run_dir(tmp_path: Path, make_config: Any) -> Path:
     """A finished run of 40 steps with evaluations before, half way and after."""
     from grpo_mc.monitor.metrics import MetricsWriter
@@ -96,8 +108,8 @@ def run_dir(tmp_path: Path, make_config: Any) -> Path:
     with MetricsWriter(path, make_config(), rank=0) as writer:
         writer.write_evaluation(0, {"accuracy": 0.31, "stderr": 0.023, "n": 400, "pass@1": 0.31})
         for step in range(1, 41):
-            writer.write(step, step_metrics(step))
-            writer.write_samples(step, [make_group(step, [1.0, 0.0, None])])
+            writer.write(step, _step_metrics(step))
+            writer.write_samples(step, [_make_group(step, [1.0, 0.0, None])])
             if step % 20 == 0:
                 writer.write_evaluation(step, {"accuracy": 0.31 + step / 100, "stderr": 0.023, "n": 400})
     (path / "config.yaml").write_text(CONFIG_YAML, encoding="utf-8")
