@@ -15,6 +15,8 @@ import numpy.typing as npt
 from grpo_mc.algorithms.kl import reward_kl
 from grpo_mc.data.records import FinishReason, Rollout
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 def usable_reward(rollout: Rollout) -> float | None:
     """The reward of a rollout that may enter group statistics, else None.
@@ -24,7 +26,8 @@ def usable_reward(rollout: Rollout) -> float | None:
     """
     if rollout.reward is None or rollout.finish_reason is FinishReason.FAILED:
         return None
-    return rollout.reward if math.isfinite(np.float32(rollout.reward)) else None
+    is_usable = math.isfinite(rollout.reward) and abs(rollout.reward) <= _LARGEST
+    return rollout.reward if is_usable else None
 
 
 def overlong_penalty(response_length: int, max_new_tokens: int, buffer: int, penalty: float) -> float:

@@ -90,7 +90,8 @@ def policy_loss(
         loss_mask: [T] bool, tokens that enter the loss.
         kind: "clip", "gspo", "gspo_token", "cispo" or "reinforce"; the gspo kinds need cu_seqlens.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; both >= 0.
-        dual_clip: c > 1, bound on the loss of tokens with A < 0 (clip and gspo kinds); None = off.
+        dual_clip: c > 1, bound on the loss of tokens with A < 0 (clip and gspo kinds; refused with the others);
+            None = off.
         kl: estimator "k1", "k2", "k3"; None = no KL. With beta 0 it is measured only.
         kl_gradient: "direct", "k2" or "importance" (kl.py).
         beta: coefficient of the KL term.
@@ -127,7 +128,7 @@ def policy_loss(
     }
     _check_shapes(logprobs, per_token, cu_seqlens, sequence_groups)
     _check_names(kind, kl, kl_gradient, aggregation, cu_seqlens, sequence_groups, norm_length)
-    _check_terms(clip_low, clip_high, dual_clip, kl, beta, ref_logprobs, entropy, entropy_coef)
+    _check_terms(kind, clip_low, clip_high, dual_clip, kl, beta, ref_logprobs, entropy, entropy_coef)
     mask = loss_mask.bool()
 
     def select(values: Tensor) -> Tensor:
@@ -301,6 +302,7 @@ def _check_names(
 
 
 def _check_terms(
+    kind: str,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
@@ -314,6 +316,11 @@ def _check_terms(
         raise ValueError(f"policy_loss: clip_low is {clip_low} and clip_high {clip_high}; both must be >= 0")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"policy_loss: dual_clip is {dual_clip}; it must be > 1, or None for off")
+    if dual_clip is not None and kind in ("cispo", "reinforce"):
+        raise ValueError(
+            f"policy_loss: dual_clip is {dual_clip} but kind is {kind!r}, which has no minimum to bound; "
+            f"set dual_clip to None"
+        )
     if (kl is None) != (ref_logprobs is None):
         given = "ref_logprobs" if kl is None else f"kl {kl!r}"
         raise ValueError(f"policy_loss: got {given} alone; give both kl and ref_logprobs, or neither")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mc.config.presets import PRESETS
 from grpo_mc.ops.reference import group_advantages, policy_loss
 from grpo_mc.ops.reference.kl import kl_term
 
@@ -87,3 +88,14 @@ def test_kl_and_gradient_equal_the_other_project(case: Case) -> None:
     torch.testing.assert_close(got.detach(), f32(case["kl"]), rtol=2e-5, atol=1e-6)
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, f32(case["grad"]), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_preset_says_what_the_project_computes(project: str) -> None:
+    """Its advantage settings and its loss with its aggregation are among the cases that are tested above."""
+    content = json.loads((FOLDER / f"{project}.json").read_text())
+    preset = PRESETS[project].algorithm
+    statistics = [{name: preset[name] for name in case["settings"]} for case in content["advantages"]]
+    assert any(case["settings"] == want for case, want in zip(content["advantages"], statistics, strict=True))
+    pairs = {(case["settings"]["kind"], case["settings"]["aggregation"]) for case in content["losses"]}
+    assert (preset["loss"], preset["aggregation"]) in pairs
