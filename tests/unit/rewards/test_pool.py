@@ -137,7 +137,11 @@ def test_a_regex_that_backtracks_for_ever_times_out() -> None:
 
 
 def test_a_timeout_of_one_function_leaves_the_others_their_scores(module: Path) -> None:
-    functions = [{"type": "format", "tags": ["a"]}, {"type": "function", "path": f"{module}:obey"}, {"type": "exact"}]
+    functions: list[dict[str, Any]] = [
+        {"type": "format", "tags": ["a"]},
+        {"type": "function", "path": f"{module}:obey"},
+        {"type": "exact"},
+    ]
     group = make_group(["sleep", "die", "ok"], "ok")
     with RewardPool(rewards_config(*functions, timeout_s=0.5)) as pool:
         pool.score([group])
