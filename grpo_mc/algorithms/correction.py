@@ -121,9 +121,7 @@ def _sequence_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, kind: s
     return total.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()[sequence]
 
 
-def _check(
-    old: Tensor, roll: Tensor, mask: Tensor, kind: str, low: float, high: float, sequence_ratio: str
-) -> None:
+def _check(old: Tensor, roll: Tensor, mask: Tensor, kind: str, low: float, high: float, sequence_ratio: str) -> None:
     if not old.shape == roll.shape == mask.shape or old.dim() != 1:
         raise ValueError(
             f"correct_mismatch: old_logprobs are {list(old.shape)}, rollout_logprobs {list(roll.shape)} and loss_mask "

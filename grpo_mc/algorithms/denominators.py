@@ -26,9 +26,7 @@ class Denominators:
     """Groups with at least one such sequence."""
 
     def __add__(self, other: Denominators) -> Denominators:
-        return Denominators(
-            self.tokens + other.tokens, self.sequences + other.sequences, self.groups + other.groups
-        )
+        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences, self.groups + other.groups)
 
     def for_aggregation(self, aggregation: str) -> int:
         """The count that this aggregation divides by.
@@ -72,17 +70,31 @@ def count_denominators(loss_mask: Tensor, cu_seqlens: Tensor, sequence_groups: T
     )
 
 
-def count_batch(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Denominators:
-    """Counts of several parts of one rank's batch, (loss_mask, cu_seqlens, sequence_groups) each.
+def count_batch(parts: Iterable[tuple[Tensor, Tensor, Tensor]], *, aggregation: str | None = None) -> Denominators:
+    """Counts of several micro-batches of one rank's batch. Over ranks, sum to_tensor(): a group lies on one rank.
 
-    A group that lies in several parts counts once. Over ranks, sum to_tensor(): a group lies on one rank.
+    Args:
+        parts: (loss_mask [T], cu_seqlens [N + 1], sequence_groups [N]) of each micro-batch.
+        aggregation: of the loss they are counted for.
+
+    Returns:
+        Denominators; a group that lies in several parts counts once.
+
+    Raises:
+        ValueError: aggregation is "group_mean" and a group lies in several parts, where its mean would be wrong.
     """
     tokens, sequences, group_ids = 0, 0, set[int]()
     for loss_mask, cu_seqlens, sequence_groups in parts:
         per_sequence = _tokens_per_sequence(loss_mask, cu_seqlens)
         tokens += int(per_sequence.sum())
         sequences += int((per_sequence > 0).sum())
-        group_ids.update(sequence_groups[per_sequence > 0].tolist())
+        here = set(sequence_groups[per_sequence > 0].tolist())
+        if aggregation == "group_mean" and here & group_ids:
+            raise ValueError(
+                f"count_batch: group {min(here & group_ids)} lies in several micro-batches but aggregation group_mean "
+                f"takes its mean inside one; raise parallel.max_tokens_per_micro_batch until a whole group fits"
+            )
+        group_ids |= here
     return Denominators(tokens, sequences, len(group_ids))
 
 

@@ -56,7 +56,9 @@ def run(
     """Loss, gradient by sequence order, and metrics of the six sequences cut into these micro-batches."""
     batches = [make_inputs(part, **changes) for part in parts]
     corrected = [(lp.requires_grad_(True), apply_correction(inputs, algorithm)) for lp, inputs in batches]
-    denominators = count_batch((i.loss_mask, i.cu_seqlens, i.sequence_groups) for _, i in corrected)
+    denominators = count_batch(
+        ((i.loss_mask, i.cu_seqlens, i.sequence_groups) for _, i in corrected), aggregation=algorithm.aggregation
+    )
     total, sums = 0.0, []
     for lp, inputs in corrected:
         loss, metrics = grpo_loss(lp, lp.abs(), inputs, algorithm, denominators)
@@ -113,6 +115,8 @@ def test_denominators_count_what_is_in_the_loss() -> None:
     assert count_denominators(*part) == Denominators(tokens=3, sequences=2, groups=1)
     assert count_batch([part, part]) == Denominators(tokens=6, sequences=4, groups=1)
     assert count_denominators(*part) + count_denominators(*part) == Denominators(6, 4, 2)
+    with pytest.raises(ValueError, match="group 5 lies in several"):
+        count_batch([part, part], aggregation="group_mean")
     counts = Denominators(6, 4, 2)
     assert Denominators.from_tensor(counts.to_tensor()) == counts
     assert [counts.for_aggregation(a) for a in AGGREGATIONS] == [6, 4, 4, 4, 2]

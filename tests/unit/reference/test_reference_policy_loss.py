@@ -156,8 +156,8 @@ def test_nothing_to_train_on_gives_zero_and_still_runs_backward(kind: str, aggre
         result = policy_loss(
             logprobs, values, values, torch.zeros(num_tokens, dtype=torch.bool), kind=kind, clip_low=0.2,
             clip_high=0.2, dual_clip=dual_clip_for(kind), kl="k3", beta=0.1, ref_logprobs=values, entropy=entropy,
-            entropy_coef=0.1, weights=values, cu_seqlens=torch.tensor(cu_seqlens), norm_length=4, aggregation=aggregation,
-            sequence_groups=torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64), denominator=0,
+            entropy_coef=0.1, weights=values, cu_seqlens=torch.tensor(cu_seqlens), norm_length=4,
+            aggregation=aggregation, sequence_groups=torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64), denominator=0,
         )  # fmt: skip
         result.loss.backward()
         assert float(result.loss.detach()) == 0.0
