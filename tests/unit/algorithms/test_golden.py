@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mc.algorithms import correct_mismatch
 from grpo_mc.config.presets import PRESETS
 from grpo_mc.ops.reference import group_advantages, policy_loss
 from grpo_mc.ops.reference.kl import kl_term
@@ -88,6 +89,17 @@ def test_kl_and_gradient_equal_the_other_project(case: Case) -> None:
     torch.testing.assert_close(got.detach(), f32(case["kl"]), rtol=2e-5, atol=1e-6)
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, f32(case["grad"]), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", load("corrections"))
+def test_mismatch_weights_equal_the_other_project(case: Case) -> None:
+    """Weights on the tokens in the loss; the others take no part."""
+    mask = torch.tensor(case["loss_mask"], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, *case["sequence_lengths"]]).cumsum(0)
+    old, rollout = f32(case["old_logprobs"]), f32(case["rollout_logprobs"])
+    got = correct_mismatch(old, rollout, mask, cu_seqlens, **case["settings"])
+    assert got.weights is not None and torch.equal(got.loss_mask, mask)
+    torch.testing.assert_close(got.weights * mask, f32(case["weights"]), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("project", PROJECTS)
