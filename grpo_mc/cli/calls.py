@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +65,22 @@ def mark_resumed(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": True})})
 
 
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, its exception also written to torchrun's error file where there is one, so that the launcher's
+    summary names the first failure and not the ranks that were ended after it."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return function
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(function)
+
+
 def train(config: Config, *, resume_dir: Path | None, sink: RunMonitor) -> Any:
     """Runs the training loop; returns its TrainResult."""
     quiet_libraries()
     from grpo_mc.pipeline.run import train as run
 
-    return run(config, resume_dir=resume_dir, sink=sink)
+    return recorded(run)(config, resume_dir=resume_dir, sink=sink)
 
 
 def evaluate(config: Config) -> dict[str, Any]:
@@ -78,7 +88,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     quiet_libraries()
     from grpo_mc.pipeline.run import evaluate as run
 
-    return dict(run(config).record())
+    return dict(recorded(run)(config).record())
 
 
 def trained_model(run_dir: Path) -> Path:

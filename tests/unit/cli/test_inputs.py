@@ -1,0 +1,85 @@
+"""Arguments that several commands share: config and overrides, reward functions, response files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_mc.cli.inputs import parse_rewards, read_responses, split_config_and_overrides
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["a.yaml"], (Path("a.yaml"), [])),
+        (["optimizer.lr=1", "a.yaml", "run.steps=2"], (Path("a.yaml"), ["optimizer.lr=1", "run.steps=2"])),
+    ],
+)
+def test_config_and_overrides_in_any_order(arguments: list[str], expected: tuple[Path, list[str]]) -> None:
+    assert split_config_and_overrides(arguments, needs_config=True) == expected
+
+
+def test_a_file_name_with_an_equals_sign_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "lr=1.yaml"
+    path.write_text("")
+    assert split_config_and_overrides([str(path), "run.steps=2"], needs_config=True) == (path, ["run.steps=2"])
+
+
+def test_without_a_config_only_overrides(tmp_path: Path) -> None:
+    assert split_config_and_overrides(["run.steps=2"], needs_config=False) == (None, ["run.steps=2"])
+    with pytest.raises(ValueError, match="no config file given"):
+        split_config_and_overrides(["run.steps=2"], needs_config=True)
+
+
+def test_rewards_by_type_and_by_mapping() -> None:
+    texts = ["math", "{type: numeric, tolerance: 0.01, name: close}", '{type: regex, pattern: "[a-z]+"}']
+    section = parse_rewards(texts)
+    assert [(f.type, f.name) for f in section.functions] == [
+        ("math", "math"),
+        ("numeric", "close"),
+        ("regex", "regex"),
+    ]
+    assert section.functions[1].tolerance == 0.01  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("maths", "did you mean 'math'"), ("{type: numeric, tolerence: 1}", "did you mean 'tolerance'"),
+     ("{type: numeric, tolerance: high}", "tolerance is 'high'"), ("{type: numeric", "line 1")],
+)  # fmt: skip
+def test_a_mistake_in_a_reward_is_named(text: str, message: str) -> None:
+    """H25 on the command line."""
+    with pytest.raises(ValueError, match=message):
+        parse_rewards([text])
+
+
+def test_consecutive_lines_with_one_prompt_are_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(
+        '{"prompt": "p", "response": "a", "ground_truth": 2, "level": 3}\n\n{"prompt": "p", "response": "b", '
+        '"ground_truth": 2}\n{"prompt": "q", "response": "c", "data_source": "sums"}\n{"response": "d"}\n',
+        encoding="utf-8",
+    )
+    groups = read_responses(path)
+    assert [[r.text for r in g.rollouts] for g in groups] == [["a", "b"], ["c"], ["d"]]
+    assert [g.prompt.ground_truth for g in groups] == ["2", None, None]
+    assert groups[0].prompt.fields == {"level": 3}
+    assert groups[1].prompt.data_source == "sums"
+    assert [(r.group_id, r.sample_index) for g in groups for r in g.rollouts] == [(0, 0), (0, 1), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no response"),
+        ('{"response": "a"}\n{"respo', "line 2: not JSON"),
+        ('["a"]', "line 1: needs an object with a text `response`"),
+        ('{"response": 3}', "line 1: needs an object with a text `response`"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_responses(path)
