@@ -36,7 +36,10 @@ def draw(num_digits: int, operator: str, count: int, seed: int) -> list[dict[str
         if len(found) == count:
             break
     assert len(found) == count, f"{len(found)} of {count} problems with {num_digits} digits and {operator}"
-    return [{"prompt": f"{SHOTS}{e} =", "answer": answer, "expression": e} for e, answer in found.items()]
+    return [
+        {"prompt": f"{SHOTS}{e} =", "answer": answer, "expression": e, "data_source": "chain_sum"}
+        for e, answer in found.items()
+    ]
 
 
 def make_problems() -> list[dict[str, str]]:
