@@ -23,4 +23,16 @@ TORCH_LIBRARY(grpo_mc, m) {
   m.def(
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor lengths, "
       "float scale) -> Tensor");
+
+  m.def(
+      "group_advantages(Tensor rewards, Tensor group_ids, Tensor? valid, str baseline, str scale, int ddof, float eps) "
+      "-> Tensor");
+
+  // loss [], metrics [8] float64 in the order of grpo_mc.ops.policy_loss.METRICS, and the gradients of the loss with
+  // respect to logprobs [T] and entropy ([T], or [0] when no gradient reaches it).
+  m.def(
+      "policy_loss(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor loss_mask, Tensor? ref_logprobs, "
+      "Tensor? entropy, Tensor? weights, Tensor? cu_seqlens, Tensor? sequence_groups, Tensor denominator, *, str kind, "
+      "float clip_low, float clip_high, float? dual_clip, str? kl, str kl_gradient, float beta, float entropy_coef, "
+      "str aggregation, int? norm_length) -> (Tensor loss, Tensor metrics, Tensor grad_logprobs, Tensor grad_entropy)");
 }

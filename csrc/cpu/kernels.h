@@ -1,7 +1,7 @@
-// What csrc/cpu/kernels/*.cpp offer: serial row kernels without torch, one copy per instruction set.
+// What csrc/cpu/kernels/*.cpp offer: serial kernels without torch, one copy per instruction set.
 //
-// GRPO_MC_KERNEL(name) names the copy for this machine. Every kernel works on one row (or one attention head), so the
-// result for a row cannot depend on how rows are spread over threads.
+// GRPO_MC_KERNEL(name) names the copy for this machine. A kernel works on one row, one attention head or one fixed chunk
+// of tokens, so results cannot depend on how these are spread over threads.
 #pragma once
 
 #include <cstdint>
@@ -43,11 +43,38 @@ struct PagedHead {
 constexpr int64_t kPagedChunk = 128;  // tokens per step of the running softmax, whatever the block size
 constexpr int64_t paged_scratch_floats(int64_t group) { return group * (kPagedChunk + 2); }
 
+enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
+enum class KlKind : int { kNone, kK1, kK2, kK3 };
+enum class KlGradient : int { kDirect, kK2, kImportance };
+
+// Sums over the tokens of the loss mask, in the order of the operator's metrics, then the loss.
+struct PolicySums {
+  double token_count = 0, ratio = 0, clip_low = 0, clip_high = 0, dual_clip = 0, kl = 0, entropy = 0, policy_loss = 0;
+  double loss = 0;
+};
+
+// Packed tokens of a policy loss; every pointer is at token 0, values are float or double as the call says.
+struct PolicyTokens {
+  const void *logprobs, *old_logprobs, *advantages;
+  const uint8_t* mask;
+  const void *ref_logprobs, *entropy, *weights;  // nullptr: absent
+  const void* coefficients;    // d loss / d token loss; nullptr: `coefficient` for every token
+  const void* sequence_ratio;  // gspo kinds; nullptr: the token's own ratio
+  void* grad_logprobs;
+  void* grad_ratio;    // gspo: d loss / d sequence_ratio of each token, left out of grad_logprobs; else nullptr
+  void* grad_entropy;  // nullptr: not wanted
+  double coefficient, clip_low, clip_high, dual_clip, beta, entropy_coef;  // dual_clip 0: off
+  PolicyKind kind;
+  KlKind kl;
+  KlGradient kl_gradient;
+};
+
 #define GRPO_MC_DECLARE_KERNELS(isa)                                                                         \
   namespace isa {                                                                                            \
   RowStats row_stats(const void* logits, Element dtype, int64_t n, double inv_temperature, bool with_sum_z); \
   void row_grad(const RowGrad& row, Element dtype);                                                          \
   void paged_attention_head(const PagedHead& head, Element cache);                                           \
+  PolicySums policy_loss_chunk(const PolicyTokens& tokens, Element dtype, int64_t begin, int64_t end);       \
   }
 
 GRPO_MC_DECLARE_KERNELS(generic)

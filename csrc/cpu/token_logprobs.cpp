@@ -1,6 +1,5 @@
 // token_logprobs on the CPU: checks, and one row kernel per token. The arithmetic is in kernels/token_logprobs.cpp.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <atomic>

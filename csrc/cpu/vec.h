@@ -118,8 +118,17 @@ GRPO_MC_INLINE float reduce_max8(F8 x) {
   return best;
 }
 
+// (exp(r) - 1 - r) / r^2 for |r| <= 0.35 (log(2) / 2): the degree-5 polynomial of the Cephes library's expf.
+GRPO_MC_INLINE F8 exp_remainder8(F8 r) {
+  F8 poly = fma8(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+  poly = fma8(poly, r, splat(8.3334519073e-3f));
+  poly = fma8(poly, r, splat(4.1665795894e-2f));
+  poly = fma8(poly, r, splat(1.6666665459e-1f));
+  return fma8(poly, r, splat(5.0000001201e-1f));
+}
+
 // exp(x), relative error below 2e-7 for x in [-87.3, 88.4]; 0 below, saturated above; NaN stays NaN.
-// Range reduction by log 2 in two parts and the degree-6 polynomial of the Cephes library.
+// Range reduction by log 2 in two parts, then exp_remainder8.
 GRPO_MC_INLINE F8 exp8(F8 x) {
   constexpr float kLowest = -87.3f, kHighest = 88.37f, kMagic = 12582912.0f;  // 1.5 * 2^23 rounds to an integer
   const F8 clamped = max8(splat(kLowest), min8(splat(kHighest), x));
@@ -127,12 +136,7 @@ GRPO_MC_INLINE F8 exp8(F8 x) {
   const F8 n = shifted - splat(kMagic);
   F8 r = fma8(n, splat(-0.693359375f), clamped);
   r = fma8(n, splat(2.12194440e-4f), r);
-  F8 poly = fma8(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
-  poly = fma8(poly, r, splat(8.3334519073e-3f));
-  poly = fma8(poly, r, splat(4.1665795894e-2f));
-  poly = fma8(poly, r, splat(1.6666665459e-1f));
-  poly = fma8(poly, r, splat(5.0000001201e-1f));
-  const F8 y = fma8(poly, r * r, r) + splat(1.0f);
+  const F8 y = fma8(exp_remainder8(r), r * r, r) + splat(1.0f);
   const F8 scaled = (F8)((I8)y + ((I8)shifted << 23));  // the low bits of `shifted` are n
   const I8 below = x < splat(kLowest);
   return (F8)((I8)scaled & ~below);

@@ -6,14 +6,19 @@ groups or files.
 
 from __future__ import annotations
 
+from grpo_mc.ops.group_advantages import group_advantages
 from grpo_mc.ops.loader import OperatorsMissing, info
 from grpo_mc.ops.paged_attention import paged_attention
+from grpo_mc.ops.policy_loss import PolicyLoss, policy_loss
 from grpo_mc.ops.token_logprobs import token_logprob_stats, token_logprobs, token_logprobs_backward
 
 __all__ = [
     "OperatorsMissing",
+    "PolicyLoss",
+    "group_advantages",
     "info",
     "paged_attention",
+    "policy_loss",
     "token_logprob_stats",
     "token_logprobs",
     "token_logprobs_backward",

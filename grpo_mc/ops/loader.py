@@ -57,13 +57,14 @@ def load() -> None:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise OperatorsMissing(
-            f"grpo_mc.ops: {LIBRARY} does not load with torch {torch.__version__}: {error}; build it again: {BUILD_COMMAND}"
+            f"grpo_mc.ops: {LIBRARY} does not load with torch {torch.__version__}: {error}; "
+            f"build it again: {BUILD_COMMAND}"
         ) from error
     if CUDA_LIBRARY.exists():
         try:
             torch.ops.load_library(str(CUDA_LIBRARY))
         except OSError as error:  # the CPU operators are good without it: a machine without the CUDA run time
-            warnings.warn(f"grpo_mc.ops: CUDA operators are off: {CUDA_LIBRARY.name} does not load: {error}", stacklevel=2)
+            warnings.warn(f"grpo_mc.ops: CUDA operators are off, {CUDA_LIBRARY} does not load: {error}", stacklevel=2)
 
 
 def info() -> dict[str, object]:
