@@ -23,10 +23,10 @@ _STYLE = """
 *{box-sizing:border-box}body{margin:0 auto;max-width:1500px;padding:24px;background:var(--page);color:var(--ink);
 font:15px/1.45 system-ui,sans-serif}h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:32px 0 12px}
 p.sub{margin:0;color:var(--soft)}.tiles,.charts{display:grid;gap:14px}
-.tiles{grid-template-columns:repeat(auto-fit,minmax(190px,1fr));margin-top:20px}
+.tiles{grid-template-columns:repeat(auto-fit,minmax(215px,1fr));margin-top:20px}
 .charts{grid-template-columns:repeat(auto-fill,minmax(400px,1fr))}
 .tile,figure,details,.card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 14px;
-margin:0}.tile b{display:block;font-size:22px;font-variant-numeric:tabular-nums}.tile span,.note,.legend,.empty{
+margin:0}.tile b{display:block;font-size:20px;font-variant-numeric:tabular-nums}.tile span,.note,.legend,.empty{
 color:var(--soft);font-size:13px}figcaption{font-weight:600;margin-bottom:6px}svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}svg .grid{stroke:var(--line)}
 svg .axis{stroke:var(--soft)}svg polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
@@ -117,6 +117,14 @@ def problems(lines: Sequence[str]) -> str:
 def folded(title: str, content: str) -> str:
     """Text that opens on a click."""
     return f"<details><summary>{text(title)}</summary><pre>{text(content)}</pre></details>"
+
+
+def folded_charts(title: str, charts: Sequence[str]) -> str:
+    """Charts that open on a click."""
+    return (
+        f'<details style="margin-top:14px"><summary>{text(title)}</summary>'
+        f'<div class="charts" style="margin-top:12px">{"".join(charts)}</div></details>'
+    )
 
 
 def sample(record: dict[str, Any]) -> str:

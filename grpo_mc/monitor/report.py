@@ -37,14 +37,14 @@ _CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Response length, tokens", ("response/length_mean", "response/length_max"), True),
     ("Truncated responses, fraction", ("response/truncated_frac",), True),
     ("Groups without spread, fraction", ("group/zero_std_frac",), True),
-    ("Loss", ("loss/total", "policy/loss", "loss"), False),
+    ("Loss", ("policy/loss", "policy/surrogate"), False),
     ("KL to the reference", ("policy/kl",), False),
     ("Entropy, nats per token", ("policy/entropy",), False),
     ("Clipped tokens, fraction", ("policy/clip_frac_low", "policy/clip_frac_high"), True),
     ("Ratio, mean", ("policy/ratio_mean",), False),
     ("Rollout and trainer log-probs, mean absolute difference", ("mismatch/logprob_abs_diff",), True),
     ("Gradient norm", ("grad/norm",), True),
-    ("Learning rate", ("optimizer/lr", "lr"), True),
+    ("Learning rate", ("optimizer/lr",), True),
     ("Staleness, policy versions", ("staleness/mean", "staleness/max"), True),
     ("Peak memory, GB", ("memory/peak_bytes",), True),
     ("Throughput, tokens/s", ("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"), True),
@@ -151,11 +151,10 @@ def evaluation_value(record: dict[str, Any]) -> tuple[str, float, float | None] 
 
 def _headlines(data: RunData, done: int, planned: int | None) -> list[tuple[str, str]]:
     items: list[tuple[str, str]] = []
-    figures = [value for record in data.evaluations if (value := evaluation_value(record)) is not None]
-    if figures:
-        items.append((f"{figures[0][0]} before", _with_error(figures[0])))
-    if len(figures) > 1:
-        items.append((f"{figures[-1][0]} after", _with_error(figures[-1])))
+    figures = [(r["step"], figure) for r in data.evaluations if (figure := evaluation_value(r)) is not None]
+    for step, figure in figures[:1] + figures[1:][-1:]:
+        when = "before training" if step == 0 else f"after step {step}"
+        items.append((f"{figure[0]} {when}", _with_error(figure)))
     rewards = [y for _, y in metric_points(data.metrics, "reward/mean") if math.isfinite(y)]
     if rewards:
         window = max(1, min(10, len(rewards) // 4))
@@ -208,7 +207,16 @@ def _charts(metrics: Records) -> str:
         if series:
             charts.append(line_chart(title, series, include_zero=from_zero))
     charts.append(_timing_chart(metrics))
-    return f'<div class="charts">{"".join(charts)}</div>'
+    return f'<div class="charts">{"".join(charts)}</div>{_other_charts(metrics)}'
+
+
+def _other_charts(metrics: Records) -> str:
+    """A small curve for each metric that no chart above shows, folded away."""
+    drawn = {name for _, names, _ in _CHARTS for name in names} | {"step", "reward/mean"}
+    names = sorted({key for record in metrics for key in record} - drawn)
+    shown = [n for n in names if not n.startswith(("time/", "reward/")) or n == "time/step_s"]
+    charts = [line_chart(name, [Series(name, points)]) for name in shown if (points := metric_points(metrics, name))]
+    return html.folded_charts("Other metrics", charts) if charts else ""
 
 
 def _reward_chart(metrics: Records) -> str:

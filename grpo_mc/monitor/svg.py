@@ -259,7 +259,7 @@ def _figure(title: str, body: Sequence[str], drawn: Sequence[Series], raw: Seque
     names = [f'<span class="{key}">{html.escape(s.name)}</span>' for key, s in zip(keys, drawn, strict=True)]
     legend = f'<div class="legend">{"".join(names)}</div>' if len(drawn) > 1 else ""
     bad = _count_bad(raw)
-    note = f'<div class="note">{bad} values are not finite (NaN or inf) and leave gaps</div>' if bad else ""
+    note = f'<div class="note">not finite (NaN or inf), left out: {bad}</div>' if bad else ""
     return (
         f'<figure><figcaption>{text}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text}">'
         f"{''.join(body)}</svg>{legend}{note}</figure>"
@@ -268,5 +268,5 @@ def _figure(title: str, body: Sequence[str], drawn: Sequence[Series], raw: Seque
 
 def _empty(title: str, raw: Sequence[Series]) -> str:
     bad = _count_bad(raw)
-    why = f"none of {bad} values is finite" if bad else "no data"
+    why = f"no finite value ({bad} NaN or inf)" if bad else "no data"
     return f'<figure><figcaption>{html.escape(title)}</figcaption><div class="empty">{why}</div></figure>'

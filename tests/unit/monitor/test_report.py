@@ -75,6 +75,15 @@ def test_a_finished_run(run_dir: Path) -> None:
     ]
 
 
+def test_a_metric_without_a_chart_of_its_own_is_under_other_metrics(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 41, "mismatch/k3": 0.5, "a<b>": 1}\n')
+    page = render(read_run(run_dir))
+    check(page)
+    other = page.split("Other metrics")[1]
+    assert "<figcaption>mismatch/k3</figcaption>" in other and "a&lt;b&gt;" in other
+
+
 def test_a_killed_run_says_what_is_missing(run_dir: Path) -> None:
     metrics = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text("".join(metrics[:7]) + metrics[7][:30])
@@ -106,14 +115,14 @@ def test_values_that_are_not_finite_do_not_stop_the_report(tmp_path: Path, make_
             writer.write(step, {name: bad for name in step_metrics(1)})
         writer.write_evaluation(5, {"accuracy": 0.5, "stderr": None, "n": 1})
     text, _ = check(render(read_run(tmp_path / "run")))
-    assert "3 values are not finite" in text
+    assert "left out: 3" in text
 
 
 def test_only_values_that_are_not_finite(tmp_path: Path, make_config: Any, step_metrics: Any) -> None:
     with MetricsWriter(tmp_path / "run", make_config(), rank=0) as writer:
         writer.write(1, {name: float("nan") for name in step_metrics(1)})
     text, _ = check(render(read_run(tmp_path / "run")))
-    assert "none of 1 values is finite" in text
+    assert "no finite value (1 NaN or inf)" in text
 
 
 def test_html_and_control_characters_in_samples_are_shown_not_run(run_dir: Path) -> None:
@@ -143,7 +152,7 @@ def test_evaluations_of_odd_shape(run_dir: Path) -> None:
     rows = [{"step": 0, "reward_mean": 0.2, "stderr": 0.1}, {"step": 1, "other": [1, 2]}, {"step": 2, "accuracy": "x"}]
     (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     text, _ = check(render(read_run(run_dir)))
-    assert "reward_mean before 0.2 \u00b1 0.1" in text
+    assert "reward_mean before training 0.2 \u00b1 0.1" in text
     assert evaluation_value(rows[1]) is None and evaluation_value(rows[2]) is None
 
 

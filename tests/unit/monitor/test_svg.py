@@ -84,11 +84,11 @@ def test_a_gap_splits_the_curve_and_is_counted() -> None:
     root = parse(figure)
     assert len(root.findall(".//polyline")) == 2
     assert len(root.findall(".//circle")) == 1, "the lone point between two gaps is a dot"
-    assert "2 values are not finite" in figure
+    assert "left out: 2" in figure
 
 
 @pytest.mark.parametrize(
-    ("points", "text"), [([], "no data"), ([(1, NAN), (2, INF)], "none of 2 values is finite")]
+    ("points", "text"), [([], "no data"), ([(1, NAN), (2, INF)], "no finite value (2 NaN or inf)")]
 )
 def test_nothing_to_draw_is_said(points: list[tuple[float, float]], text: str) -> None:
     for chart in (svg.line_chart, svg.stacked_chart):
