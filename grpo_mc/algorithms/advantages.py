@@ -31,7 +31,7 @@ from grpo_mc.algorithms.rewards import (
 )
 from grpo_mc.config import AlgorithmConfig
 from grpo_mc.data.records import FinishReason, Group, Rollout
-from grpo_mc.ops.reference import group_advantages
+from grpo_mc.ops import group_advantages
 
 
 @dataclass(frozen=True)

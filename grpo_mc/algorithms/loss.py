@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_mc.algorithms.correction import Correction, correct_mismatch
 from grpo_mc.algorithms.denominators import Denominators
 from grpo_mc.config import AlgorithmConfig
-from grpo_mc.ops.reference import PolicyLoss, policy_loss
+from grpo_mc.ops import PolicyLoss, policy_loss
 
 WEIGHT_CORRECTIONS = ("tis", "tis_sequence")
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mc import ops
 from grpo_mc.algorithms import correct_mismatch
 from grpo_mc.config.presets import PRESETS
-from grpo_mc.ops.reference import group_advantages, policy_loss
+from grpo_mc.ops import reference
 from grpo_mc.ops.reference.kl import kl_term
 
 FOLDER = Path(__file__).parent / "golden"
@@ -28,6 +29,10 @@ KNOWN_DIFFERENCES = {
     "nemo_rl-offset_loo1_norm1": _CANCELLATION,
     "nemo_rl-offset_loo0_norm1": _CANCELLATION,
 }
+
+
+BOTH = pytest.mark.parametrize("module", [reference, ops], ids=["reference", "operator"])
+"""The plain twin and the compiled operator."""
 
 
 def load(section: str) -> list[Any]:
@@ -43,27 +48,30 @@ def f32(values: list[float | None]) -> torch.Tensor:
     return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
 
 
+@BOTH
 @pytest.mark.parametrize("case", load("advantages"))
-def test_advantages_equal_the_other_project(case: Case, request: pytest.FixtureRequest) -> None:
+def test_advantages_equal_the_other_project(case: Case, module: Any, request: pytest.FixtureRequest) -> None:
     rewards, group_ids, expected = f32(case["rewards"]), torch.tensor(case["group_ids"]), f32(case["advantages"])
-    got = group_advantages(rewards, group_ids, **case["settings"])
-    if request.node.callspec.id in KNOWN_DIFFERENCES:
+    got = module.group_advantages(rewards, group_ids, **case["settings"])
+    if any(name in request.node.callspec.id for name in KNOWN_DIFFERENCES):
         assert not torch.allclose(got, expected, rtol=2e-5, atol=2e-5)
         shifted = torch.where(group_ids == 0, rewards - 1000, rewards)
-        torch.testing.assert_close(got, group_advantages(shifted, group_ids, **case["settings"]), rtol=1e-6, atol=1e-6)
+        want = module.group_advantages(shifted, group_ids, **case["settings"])
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         return
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
 
+@BOTH
 @pytest.mark.parametrize("case", load("losses"))
-def test_loss_and_gradient_equal_the_other_project(case: Case) -> None:
+def test_loss_and_gradient_equal_the_other_project(case: Case, module: Any) -> None:
     lengths = torch.tensor(case["lengths"])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     mask = torch.tensor(case["loss_mask"], dtype=torch.bool)
     settings = case["settings"]
     count = int(mask.sum()) if settings["aggregation"] == "token_mean" else len(lengths)
     logprobs = f32(case["logprobs"]).requires_grad_(True)
-    loss, _ = policy_loss(
+    loss, _ = module.policy_loss(
         logprobs,
         f32(case["old_logprobs"]),
         f32(case["advantages"]).repeat_interleave(lengths),
