@@ -1,0 +1,50 @@
+"""How ranks tell each other about host-side records: whole groups, arrays, flags.
+
+The records of a step are small beside the model (token ids and log-probs). Every rank gets all of them, and then
+computes the same advantages, filters, denominators and micro-batch plans by itself, without further messages.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from grpo_mc.data.records import Group
+from grpo_mc.megatron.mesh import Mesh
+
+Value = TypeVar("Value")
+
+
+def gather_from_leaders(value: Value, mesh: Mesh) -> list[Value]:
+    """What each model group's leader holds, in the order of the ranks, on every rank. Other ranks' values are dropped."""
+    if mesh.world_size == 1:
+        return [value]
+    boxes: list[Value | None] = [None] * mesh.world_size
+    dist.all_gather_object(boxes, value if mesh.is_model_leader else None)
+    return [box for box in boxes if box is not None]
+
+
+def gather_groups(groups: list[Group], mesh: Mesh) -> list[Group]:
+    """The groups of all data-parallel ranks, by group id."""
+    gathered = gather_from_leaders(groups, mesh)
+    return sorted((group for part in gathered for group in part), key=lambda group: group.group_id)
+
+
+def any_rank(flag: bool, mesh: Mesh) -> bool:
+    """Whether the flag is set on any rank; the same answer everywhere."""
+    if mesh.world_size == 1:
+        return flag
+    box = torch.tensor([int(flag)], device=mesh.device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return bool(box.item())
+
+
+def broadcast_from_first(value: Value, mesh: Mesh) -> Value:
+    """Rank 0's value, on every rank."""
+    if mesh.world_size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]

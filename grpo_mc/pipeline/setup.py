@@ -1,0 +1,93 @@
+"""Builds what a run needs from its configuration: mesh, tokenizer, model, engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from grpo_mc.config import Config, ModelConfig, ModelShape, check_parallel
+from grpo_mc.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from grpo_mc.megatron.hf_checkpoint import locate_folder, open_checkpoint
+from grpo_mc.megatron.hf_config import ModelArchitecture, read_architecture
+from grpo_mc.megatron.mesh import Mesh, build_mesh
+from grpo_mc.megatron.model import PolicyModel, build_model, policy_config
+from grpo_mc.megatron.weights import load_weights
+from grpo_mc.rollout.native import NativeEngine
+
+
+@dataclass
+class Runtime:
+    """This rank's part of the run."""
+
+    config: Config
+    """Resolved, with the layout filled in."""
+    mesh: Mesh
+    architecture: ModelArchitecture
+    tokenizer: Tokenizer
+    model: PolicyModel
+    engine: NativeEngine
+
+
+def model_shape(architecture: ModelArchitecture) -> ModelShape:
+    """What the configuration's layout checks need of a model."""
+    return ModelShape(
+        num_layers=architecture.num_layers, num_heads=architecture.num_heads, num_kv_heads=architecture.num_kv_heads,
+        vocab_size=architecture.vocab_size, num_experts=architecture.num_experts, hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size, moe_ffn_hidden_size=architecture.ffn_hidden_size,
+    )  # fmt: skip
+
+
+def build_runtime(config: Config) -> Runtime:
+    """Everything but data and rewards; checks the layout against the model before any process group exists.
+
+    Raises:
+        ValueError: Weights, tokenizer or layout that do not fit.
+    """
+    architecture = read_architecture(locate_folder(config.model.path, config.model.cache_dir))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel = check_parallel(config.parallel, model_shape(architecture), world_size)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.cache_dir)
+    check_fits(tokenizer, architecture.vocab_size)
+    mesh = build_mesh(
+        tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp if architecture.num_experts else None,
+        cp=parallel.cp, dp=parallel.dp, timeout_s=parallel.timeout_s, seed=config.run.seed,
+    )  # fmt: skip
+    config = config.model_copy(update={"parallel": parallel})
+    model = load_model(config.model, architecture, mesh, sequence_parallel=parallel.sequence_parallel)
+    engine = NativeEngine(
+        model, mesh, tokenizer, seed=config.run.seed, max_batch_rows=config.rollout.max_batch_rows,
+        kv_block_size=config.rollout.kv_block_size,
+    )  # fmt: skip
+    return Runtime(config, mesh, architecture, tokenizer, model, engine)
+
+
+def load_model(
+    config: ModelConfig, architecture: ModelArchitecture, mesh: Mesh, *, sequence_parallel: bool | None
+) -> PolicyModel:
+    """This rank's stage of the model with its starting weights."""
+    settings = policy_config(
+        architecture, mesh, dtype=config.dtype, recompute=config.recompute, sequence_parallel=sequence_parallel
+    )
+    settings.perform_initialization = config.init == "random"
+    settings.init_method_std = architecture.initializer_range
+    model = build_model(architecture, mesh, settings)
+    if config.init == "pretrained":
+        load_weights(model, open_checkpoint(config.path, config.cache_dir), mesh)
+    return model
+
+
+def build_reference(config: Config, runtime: Runtime) -> PolicyModel:
+    """A second, frozen copy of the policy's current weights."""
+    assert runtime.config.parallel.sequence_parallel is not None
+    settings = policy_config(
+        runtime.architecture, runtime.mesh, dtype=config.model.dtype,
+        sequence_parallel=runtime.config.parallel.sequence_parallel,
+    )  # fmt: skip
+    settings.perform_initialization = False
+    reference = build_model(runtime.architecture, runtime.mesh, settings)
+    with torch.no_grad():
+        for ours, theirs in zip(reference.parameters(), runtime.model.parameters(), strict=True):
+            ours.copy_(theirs)
+    return reference.requires_grad_(False)
