@@ -7,8 +7,8 @@ Forward reads the logits once and keeps three numbers a row. Backward reads them
 
     grad_j = (g_t (1[j = target] - p_j) - h_t p_j (log p_j + entropy)) / temperature
 
-where g and h are the gradients of the log-prob and of the entropy. Statistics are float32 over blocks of 2048 columns
-and float64 across blocks, whatever the dtype of the logits, so bfloat16 logits give float32 log-probs (H09). Terms
+where g and h are the gradients of the log-prob and of the entropy. Statistics are float32 over parts of 512 columns
+and float64 across parts, whatever the dtype of the logits, so bfloat16 logits give float32 log-probs (H09). Terms
 below exp(-87) of the largest count as 0. float64 logits are computed in float64. Results do not depend on the number
 of threads. `grpo_mc.ops.reference` holds the plain twins; grpo_mc.megatron merges the shards of a split vocabulary.
 """
@@ -125,6 +125,7 @@ def token_logprobs_backward(
     if not inplace:
         return torch.ops.grpo_mc.token_logprobs_backward(logits, *tensors, temperature, vocab_start, vocab_size)
     torch.ops.grpo_mc.token_logprobs_backward_(logits, *tensors, temperature, vocab_start, vocab_size)
+    torch.autograd.graph.increment_version(logits)  # so that a later use of the saved logits raises
     return logits
 
 

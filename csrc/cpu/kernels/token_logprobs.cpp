@@ -8,6 +8,7 @@ namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
 constexpr int64_t kBlock = 2048;  // columns whose maximum is taken before their exp: 8 KB of float, in L1
+constexpr int64_t kPart = 512;    // columns summed in float lanes (32 additions each) before they join the float64 sums
 
 template <typename T>
 GRPO_MC_INLINE F8 load_or_tail(const T* x, int64_t left, float fill) {
@@ -25,12 +26,12 @@ float block_max(const T* x, int64_t n) {
   return reduce_max8(max8(max8(best[0], best[1]), max8(best[2], best[3])));
 }
 
-struct BlockSums {
+struct PartSums {
   float sum, sum_z;
 };
 
 template <bool kSumZ, typename T>
-BlockSums block_sums(const T* x, int64_t n, float max, float inv_temperature) {
+PartSums part_sums(const T* x, int64_t n, float max, float inv_temperature) {
   // exp8 is 0 below -87.3, so bounding z there keeps 0 * z finite for a logit of -inf. A NaN passes through max8.
   const F8 vmax = splat(max), scale = splat(inv_temperature), lowest = splat(-104.0f);
   F8 sum[2] = {splat(0.0f), splat(0.0f)}, sum_z[2] = {splat(0.0f), splat(0.0f)};
@@ -63,7 +64,7 @@ bool has_nan(const T* x, int64_t n) {
 }
 
 // One pass over memory: each block is read for its maximum and again, from L1, for its sums; the running sums are
-// rescaled when the maximum rises. Across blocks the sums are float64, so the error does not grow with the vocabulary.
+// rescaled when the maximum rises. Across parts the sums are float64, so the error does not grow with the vocabulary.
 template <bool kSumZ, typename T>
 RowStats stats(const T* x, int64_t n, double inv_temperature) {
   RowStats row{-std::numeric_limits<double>::infinity(), 0.0, 0.0};
@@ -83,10 +84,13 @@ RowStats stats(const T* x, int64_t n, double inv_temperature) {
       if (has_nan(x + begin, size)) return {row.max, NAN, NAN};
       continue;  // only -inf so far: nothing to add
     }
-    const BlockSums part =
-        block_sums<kSumZ>(x + begin, size, static_cast<float>(row.max), static_cast<float>(inv_temperature));
-    row.sum += part.sum;
-    row.sum_z += part.sum_z;
+    for (int64_t i = begin; i < begin + size; i += kPart) {
+      const int64_t columns = begin + size - i < kPart ? begin + size - i : kPart;
+      const PartSums part =
+          part_sums<kSumZ>(x + i, columns, static_cast<float>(row.max), static_cast<float>(inv_temperature));
+      row.sum += part.sum;
+      row.sum_z += part.sum_z;
+    }
   }
   return row;
 }
