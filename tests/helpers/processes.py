@@ -163,7 +163,14 @@ def run_distributed(
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder_name:
         folder = Path(folder_name)
-        call = {"file": str(source), "function": fn.__name__, "args": args, "init": init, "timeout_s": timeout_s}
+        call = {
+            "file": str(source),
+            "module": fn.__module__,
+            "function": fn.__name__,
+            "args": args,
+            "init": init,
+            "timeout_s": timeout_s,
+        }
         (folder / "call.pickle").write_bytes(pickle.dumps(call))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nproc)}
         shared |= {"LOCAL_WORLD_SIZE": str(nproc)} | dict(env or {})

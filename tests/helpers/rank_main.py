@@ -16,10 +16,11 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     folder = Path(sys.argv[1])
     call = pickle.loads((folder / "call.pickle").read_bytes())
-    specification = importlib.util.spec_from_file_location("rank_function", call["file"])
+    # under its own name, so that what the function returns can be unpickled by the test
+    specification = importlib.util.spec_from_file_location(call["module"], call["file"])
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    sys.modules["rank_function"] = module  # dataclasses and spawned processes look the module up by name
+    sys.modules[call["module"]] = module
     specification.loader.exec_module(module)
 
     if call["init"]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,49 @@ pytest.importorskip("trl", reason='needs TRL: pip install "grpo_mc[bench]"')
 import transformers
 
 from helpers.compare import assert_all_close, assert_close
+from helpers.our_step import OurStep, Wanted, our_steps
+from helpers.processes import run_distributed
 from helpers.tiny_models import VOCAB_SIZE
 from helpers.trl_reference import FixedBatch, TrlStep, random_batch, trl_step, with_shifted_old_logprobs
 
-pytestmark = pytest.mark.trl
+pytestmark = [pytest.mark.trl, pytest.mark.dist]
 TOLERANCE = 1e-5
+LONGEST = 7
+"""Tokens of the longest response that random_batch makes, the Dr. GRPO denominator."""
+
+# What TRL is told -> what that is under preset trl.
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "dapo": ({}, []),
+    "bnpo": ({"loss_type": "bnpo"}, []),
+    "grpo": ({"loss_type": "grpo"}, ["algorithm.aggregation=sequence_mean_token_mean"]),
+    "dr_grpo": (
+        {"loss_type": "dr_grpo", "scale_rewards": "none", "max_completion_length": LONGEST},
+        [
+            "algorithm.aggregation=sequence_mean_token_sum_norm",
+            f"algorithm.norm_length={LONGEST}",
+            "algorithm.scale=none",
+        ],
+    ),
+    "clip higher, batch std": (
+        {"epsilon_high": 0.28, "scale_rewards": "batch"},
+        ["algorithm.clip_high=0.28", "algorithm.scale=batch_std"],
+    ),
+    "kl": ({"beta": 0.04}, ["algorithm.beta=0.04"]),
+    "temperature": ({"temperature": 0.7}, ["rollout.temperature=0.7"]),
+    "gspo": (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.15},
+        [
+            "algorithm.loss=gspo",
+            "algorithm.aggregation=sequence_mean_token_mean",
+            "algorithm.clip_low=0.1",
+            "algorithm.clip_high=0.15",
+        ],
+    ),
+    "cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.3},
+        ["algorithm.loss=cispo", "algorithm.clip_low=1.0", "algorithm.clip_high=0.3"],
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +70,9 @@ def batch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Fixed
     """Ragged rollouts whose ratios lie on both sides of the clip range."""
     plain = random_batch(VOCAB_SIZE)
     step = trl_step(model_folder, plain, tmp_path_factory.mktemp("trl"))
-    return with_shifted_old_logprobs(plain, step.logprobs)
+    shifted = with_shifted_old_logprobs(plain, step.logprobs)
+    reference = with_shifted_old_logprobs(plain, step.logprobs, seed=2).old_logprobs
+    return replace(shifted, ref_logprobs=reference)
 
 
 def textbook(model_folder: Path, batch: FixedBatch, loss_type: str) -> TrlStep:
@@ -84,3 +126,36 @@ def test_the_batch_reaches_both_clip_sides(model_folder: Path, batch: FixedBatch
     assert int(((ratio > 1.2) & (advantages > 0)).sum()) > 0
     assert int(((ratio < 0.8) & (advantages < 0)).sum()) > 0
     assert bool((step.advantages[-batch.group_size :] == 0).all())  # the group without spread
+
+
+def batch_of(case: str, batch: FixedBatch) -> FixedBatch:
+    return batch if case == "kl" else replace(batch, ref_logprobs=None)
+
+
+@pytest.fixture(scope="module")
+def our_results(model_folder: Path, batch: FixedBatch) -> dict[str, OurStep]:
+    """Every case on our engine, one process for all."""
+    wanted = [Wanted(batch_of(case, batch), overrides, 40) for case, (_, overrides) in CASES.items()]
+    (results,) = run_distributed(our_steps, 1, model_folder, wanted, init=False)
+    return dict(zip(CASES, results, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_our_step_is_trls(
+    model_folder: Path, batch: FixedBatch, our_results: dict[str, OurStep], tmp_path: Path, case: str
+) -> None:
+    theirs = trl_step(model_folder, batch_of(case, batch), tmp_path, **CASES[case][0])
+    ours = our_results[case]
+    assert_close(ours.advantages, theirs.advantages, TOLERANCE, "advantages")
+    assert_close(torch.cat(ours.logprobs), torch.cat(theirs.logprobs), TOLERANCE, "logprobs")
+    assert ours.loss == pytest.approx(theirs.loss, rel=TOLERANCE, abs=1e-7)
+    assert_all_close(ours.gradients, theirs.gradients, TOLERANCE, case)
+
+
+def test_our_step_on_two_ranks_is_trls(model_folder: Path, batch: FixedBatch, tmp_path: Path) -> None:
+    """Groups are dealt unevenly (3 over 2 ranks); the token mean is over all of them (H12)."""
+    theirs = trl_step(model_folder, batch, tmp_path, beta=0.04)
+    wanted = [Wanted(batch, ["algorithm.beta=0.04"], 30)]
+    ranks = [steps[0] for steps in run_distributed(our_steps, 2, model_folder, wanted, init=False)]
+    assert [rank.loss for rank in ranks] == pytest.approx([theirs.loss] * 2, rel=TOLERANCE)
+    assert_all_close(ranks[0].gradients, theirs.gradients, TOLERANCE, "dp 2")
