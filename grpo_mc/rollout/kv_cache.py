@@ -1,8 +1,8 @@
 """The key-value cache: blocks of tokens, shared between the responses of a group.
 
-As in vLLM's PagedAttention (arXiv 2309.06180) a sequence is a table of blocks. The full blocks of a prompt stand once and
-are read by all G responses of its group; only the last, partly filled block is copied for each response, which then
-writes into its own. Rows join and leave a batch by their tables alone: nothing is moved.
+As in vLLM's PagedAttention (arXiv 2309.06180) a sequence is a table of blocks. The full blocks of a prompt stand once
+and are read by all G responses of its group; only the last, partly filled block is copied for each response, which
+then writes into its own. Rows join and leave a batch by their tables alone: nothing is moved.
 """
 
 from __future__ import annotations

@@ -77,6 +77,13 @@ class NativeEngine:
             kv_block_size: Tokens per cache block.
             max_prefill_tokens: Prompt tokens of one prefill at most; one longer prompt is prefilled alone.
         """
+        for name, value in (
+            ("max_batch_rows", max_batch_rows),
+            ("kv_block_size", kv_block_size),
+            ("max_prefill_tokens", max_prefill_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"NativeEngine: {name} is {value}; it must be at least 1")
         self.model, self.mesh, self.tokenizer, self.seed = model, mesh, tokenizer, seed
         self.max_batch_rows, self.kv_block_size = max_batch_rows, kv_block_size
         self.max_prefill_tokens = max_prefill_tokens
@@ -95,16 +102,41 @@ class NativeEngine:
 
         Returns:
             All responses, in the order of the requests and their samples.
+
+        Raises:
+            ValueError: An empty prompt, one with a token that the model does not have, or one that leaves too few of
+                the model's positions for max_new_tokens.
         """
+        self._check(requests, params)
+        batch = _Batch(self, requests, params)
         was_training = self.model.training
         self.model.eval()
-        batch = _Batch(self, requests, params)
-        while self._any_rank_has_work(batch):
-            new = batch.step()
-            if on_tokens is not None and new:
-                on_tokens(new)
-        self.model.train(was_training)
+        try:
+            while self._any_rank_has_work(batch):
+                new = batch.step()
+                if on_tokens is not None and new:
+                    on_tokens(new)
+        finally:
+            self.model.train(was_training)
         return batch.responses
+
+    def _check(self, requests: list[Request], params: SamplingParams) -> None:
+        positions, vocab_size = self.model.architecture.max_positions, self.model.architecture.vocab_size
+        for request in requests:
+            length = len(request.prompt_ids)
+            if length == 0:
+                raise ValueError(f"generate: the prompt of group {request.group_id} is empty; give it a token")
+            if length + params.max_new_tokens > positions:
+                raise ValueError(
+                    f"generate: the prompt of group {request.group_id} has {length} tokens and max_new_tokens is"
+                    f" {params.max_new_tokens}, but the model has {positions} positions; shorten one of them"
+                )
+            for bad in (int(request.prompt_ids.min()), int(request.prompt_ids.max())):
+                if not 0 <= bad < vocab_size:
+                    raise ValueError(
+                        f"generate: the prompt of group {request.group_id} holds token {bad}, but the model has tokens"
+                        f" 0 to {vocab_size - 1}; use the tokenizer that it was trained with"
+                    )
 
     def _any_rank_has_work(self, batch: _Batch) -> bool:
         if self.mesh.ep == 1:
@@ -160,11 +192,20 @@ class NativeEngine:
     def _last_stage_rank(self) -> int:
         return dist.get_process_group_ranks(self.mesh.pp_group)[-1]
 
+    def ends_with_stop(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
+        """Whether the newest token completes one of the stop strings.
+
+        Every token holds at least one byte, so a stop string of n bytes that ends with the newest token lies in the
+        last n tokens; only they and a few before are decoded (a character may be split, a leading space dropped).
+        """
+        tail = self.tokenizer.decode(token_ids[-max(len(s.encode()) for s in stop) - 8 :])
+        return any(s in tail for s in stop)
+
     def has_ended(self, response: Response, params: SamplingParams) -> bool:
         """Whether a response is over; sets its finish reason."""
         if not params.ignore_eos and response.token_ids[-1] in self._eos:
             response.finish_reason = FinishReason.FINISHED
-        elif params.stop and any(stop in self.tokenizer.decode(response.token_ids) for stop in params.stop):
+        elif params.stop and self.ends_with_stop(response.token_ids, params.stop):
             response.finish_reason = FinishReason.FINISHED
         elif len(response.token_ids) >= params.max_new_tokens:
             response.finish_reason = FinishReason.TRUNCATED
@@ -182,8 +223,6 @@ class _Batch:
         self.waiting: deque[tuple[Request, list[Response]]] = deque()
         self.rows: list[_Row] = []
         for request in requests:
-            if len(request.prompt_ids) == 0:
-                raise ValueError(f"generate: the prompt of group {request.group_id} is empty; give it at least one token")
             for first in range(0, len(request.samples), engine.max_batch_rows):
                 chunk = request.samples[first : first + engine.max_batch_rows]
                 wanted = [Response(request.group_id, index) for index in chunk]

@@ -1,20 +1,24 @@
 """From logits to tokens: temperature, top-k, top-p, and the log-prob of what was drawn.
 
-A token is drawn by inverting the cumulative distribution at one given uniform number, so that the draw is a pure function
-of the logits and the number. The log-prob reported is that of the tempered distribution over the whole vocabulary, the
-one that the trainer computes; top-k and top-p restrict what can be drawn and do not enter it.
+A token is drawn by inverting the cumulative distribution at one given uniform number, so that the draw is a pure
+function of the logits and the number. The log-prob reported is that of the tempered distribution over the whole
+vocabulary, the one that the trainer computes; top-k and top-p restrict what can be drawn and do not enter it.
 
 Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _BLOCK = 1024
+"""Entries of a block of invert_cdf."""
+_NUCLEUS = 512
+"""Tokens that top-p looks at before it sorts the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,24 @@ class SamplingParams:
     ignore_eos: bool = False
     """Sample on past end-of-sequence tokens, to the token limit."""
 
+    def __post_init__(self) -> None:
+        """Raises: ValueError: a value that no distribution or response has."""
+        for name, good, needed in (
+            ("temperature", 0.0 <= self.temperature < math.inf, "0 or a positive number"),
+            ("top_k", self.top_k >= 0, "0 (off) or a count"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("stop", "" not in self.stop, "without the empty string, which ends every response at once"),
+        ):
+            if not good:
+                raise ValueError(f"sampling: {name} is {getattr(self, name)!r}; it must be {needed}")
+
 
 def restrict(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """Sets to zero what top-k and top-p exclude.
 
-    Ties at the edge of top-k go to the lower token id. top_p keeps a token when the probability of all more likely
-    tokens is still below it, so the most likely token always stays.
+    Ties at the edge go to the lower token id. Top-p acts on what top-k left: it keeps a token when the probability of
+    all more likely tokens is still below top_p of the whole, so the most likely token always stays.
 
     Args:
         probs: [B, V] float32.
@@ -47,18 +63,36 @@ def restrict(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     Returns:
         [B, V] float32, not normalised again.
     """
-    if top_k <= 0 and top_p >= 1.0:
-        return probs
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if 0 < top_k < probs.shape[-1]:
-        keep[:, top_k:] = False
+    size = probs.shape[-1]
+    if not 0 < top_k < size:
+        top_k = size
     if top_p < 1.0:
-        # Top-p acts on what top-k left, as its users expect.
-        left = torch.where(keep, ordered, 0.0).double()
-        before = left.cumsum(-1) - left
-        keep &= before < top_p * left.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter_(-1, order, torch.where(keep, ordered, 0.0))
+        counts, edge = _nucleus(probs, top_k, top_p)
+    elif top_k < size:
+        edge = probs.topk(top_k, dim=-1).values[:, -1:]
+        counts = torch.full_like(edge, top_k, dtype=torch.int64)
+    else:
+        return probs
+    keep, ties = probs > edge, probs == edge
+    room = counts - keep.sum(-1, keepdim=True)
+    if bool((ties.sum(-1, keepdim=True) > room).any()):
+        ties &= ties.cumsum(-1) <= room
+    return torch.where(keep | ties, probs, 0.0)
+
+
+def _nucleus(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """How many tokens top-p keeps of the top_k most likely, [B, 1] int64, and the least probability kept, [B, 1]."""
+    look = min(top_k, _NUCLEUS)
+    while True:
+        # Few tokens nearly always hold the mass, and finding them is much cheaper than sorting the vocabulary.
+        ordered = probs.topk(look, dim=-1).values.double()
+        sums = ordered.cumsum(-1)
+        total = sums[:, -1:] if look == top_k else probs.sum(-1, keepdim=True, dtype=torch.float64)
+        if look == top_k or (top_k == probs.shape[-1] and bool((sums[:, -1:] >= top_p * total).all())):
+            break
+        look = top_k
+    counts = (sums - ordered < top_p * total).sum(-1, keepdim=True).clamp(min=1)
+    return counts, ordered.gather(-1, counts - 1).to(probs.dtype)
 
 
 def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -79,8 +113,9 @@ def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(weights, (0, blocks * _BLOCK - size)) if size % _BLOCK else weights
     tiles = padded.view(rows, blocks, _BLOCK)
     edges = tiles.sum(-1).double().cumsum(-1)  # [B, blocks]
-    target = uniform * edges[:, -1]
-    block = torch.searchsorted(edges, target[:, None], right=True)[:, 0].clamp(max=blocks - 1)
+    # Below the total even where the product rounds up to it, so that the block found holds some weight.
+    target = torch.minimum(uniform * edges[:, -1], torch.nextafter(edges[:, -1], torch.zeros_like(edges[:, -1])))
+    block = torch.searchsorted(edges, target[:, None], right=True)[:, 0]
     at = torch.arange(rows, device=weights.device)
     before = torch.where(block > 0, edges[at, block - 1], 0.0)
     inside = tiles[at, block].double()
@@ -113,4 +148,5 @@ def sample(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Ten
         tokens = scaled.argmax(-1)
     else:
         tokens = invert_cdf(restrict(probs, params.top_k, params.top_p), uniform)
-    return tokens, probs.gather(-1, tokens[:, None])[:, 0].log()
+    # In float64: log of float32 may depend on a row's place in its vector register.
+    return tokens, probs.gather(-1, tokens[:, None])[:, 0].double().log().float()
