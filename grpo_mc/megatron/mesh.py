@@ -143,7 +143,7 @@ def build_mesh(
             pp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
-            expert_tensor_parallel_size=etp,
+            expert_tensor_parallel_size=etp if etp is not None else (tp if ep == 1 else 1),
             create_gloo_process_groups=True,
             distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
         )

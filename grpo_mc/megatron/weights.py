@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -71,27 +71,38 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards
 
 
-@torch.no_grad()
 def export_weights(model: PolicyModel, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """The whole model as Hugging Face tensors, on rank 0; the other ranks take part and get nothing.
 
     All ranks iterate together to the end. One tensor (one expert set, with expert parallelism) is in memory at a time.
     """
+    return export_tensors(model, mesh, lambda parameter: parameter.detach())
+
+
+@torch.no_grad()
+def export_tensors(
+    model: PolicyModel, mesh: Mesh, value_of: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """As export_weights, of any tensor that a parameter has: its gradient, its optimizer state.
+
+    Args:
+        value_of: Gives this rank's tensor for a parameter, of the parameter's shape.
+    """
     from megatron.core import parallel_state
 
     pp_ranks = dist.get_process_group_ranks(mesh.pp_group)
+    parameters = dict(model.named_parameters())
     for stage in range(mesh.pp):
-        names = [name for name, _ in model.named_parameters()] if mesh.pp_rank == stage else []
-        names = _from_stage(names, stage, pp_ranks, mesh)
-        for name in names:
-            parameter = dict(model.named_parameters())[name].detach() if mesh.pp_rank == stage else None
-            group = parallel_state.get_expert_tensor_parallel_group() if _is_expert(name) else mesh.tp_group
-            shards = _gather(parameter, group) if parameter is not None else []
-            offset = model.config.num_layers // mesh.pp * stage
+        is_ours = mesh.pp_rank == stage
+        for name in _from_stage(list(parameters) if is_ours else [], stage, pp_ranks, mesh):
             tensors: dict[str, Tensor] = {}
-            if parameter is not None:
+            if is_ours:
+                group = parallel_state.get_expert_tensor_parallel_group() if _is_expert(name) else mesh.tp_group
                 tensors = hf_tensors(
-                    global_name(name, offset), shards, model.architecture, expert_offset=_expert_offset(model, mesh)
+                    global_name(name, _layer_offset(model, mesh)),
+                    _gather(value_of(parameters[name]), group),
+                    model.architecture,
+                    expert_offset=_expert_offset(model, mesh),
                 )
             yield from _to_rank_zero(tensors, stage, mesh, is_expert=_is_expert(name))
 

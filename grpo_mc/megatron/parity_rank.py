@@ -1,0 +1,104 @@
+"""One rank of one layout of `grpo-mc check parity`: losses and gradients of the problem, whole, on rank 0."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_mc.config import AlgorithmConfig, OptimizerConfig
+from grpo_mc.megatron.gradients import export_gradients, gather_shards, replica_difference
+from grpo_mc.megatron.hf_checkpoint import open_checkpoint
+from grpo_mc.megatron.hf_mapping import TensorSource
+from grpo_mc.megatron.mesh import Mesh, build_mesh, destroy_mesh
+from grpo_mc.megatron.micro_batch import make_micro_batch
+from grpo_mc.megatron.model import build_model, policy_config
+from grpo_mc.megatron.parity_layout import TINY_MIXTRAL, ParityLayout
+from grpo_mc.megatron.parity_problem import OBJECTIVES, KeyedWeights, Problem
+from grpo_mc.megatron.train_step import Policy
+from grpo_mc.megatron.weights import load_weights
+
+
+@dataclass
+class Measurement:
+    """What one layout gives."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    """By objective."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """By "objective: Hugging Face name"; float32, on rank 0 only."""
+    replicas: tuple[str, float] = ("", 0.0)
+    """The replicated parameter whose copies' gradients differ most over the tensor-parallel ranks, and by how much."""
+
+    def write(self, path: Path) -> None:
+        """Writes it as a safetensors file."""
+        figures = json.dumps({"losses": self.losses, "replicas": self.replicas})
+        save_file(self.gradients, path, metadata={"figures": figures})
+
+    @classmethod
+    def read(cls, path: Path) -> Measurement:
+        """The inverse of write."""
+        with safe_open(path, framework="pt") as file:
+            figures = json.loads(file.metadata()["figures"])
+            gradients = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        return cls(figures["losses"], gradients, tuple(figures["replicas"]))
+
+
+def measure_layout(
+    layout: ParityLayout, model_path: str | None, rank: int, store: Path, timeout_s: float
+) -> Measurement:
+    """Runs this rank's part of a layout; all its ranks call it together.
+
+    Args:
+        model_path: As model.path in the configuration; None = the tiny Mixtral.
+        store: A file that does not exist yet, through which the ranks find each other.
+        timeout_s: Bound of every collective.
+    """
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=layout.processes,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel = layout.parallel
+    mesh = build_mesh(
+        tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp, dp=parallel.dp, timeout_s=timeout_s
+    )
+    policy, problem = _build(mesh, model_path, bool(parallel.sequence_parallel))
+    plan = problem.plan(layout.micro_batches, mesh.dp)[mesh.dp_rank]
+    result = Measurement()
+    for name, algorithm in OBJECTIVES.items():
+        policy.algorithm = algorithm
+        pad_multiple = mesh.tp if policy.model.config.sequence_parallel else 1
+        parts = [problem.part(micro_batch, algorithm, pad_multiple) for micro_batch in plan]
+        batches = [make_micro_batch(part.packed, mesh.device, part.loss) for part in parts]
+        result.losses[name] = policy.backward(batches, problem.denominators(algorithm))["loss"]
+        gather_shards(policy.ddp)
+        result.replicas = max(result.replicas, replica_difference(policy.model, mesh), key=lambda found: found[1])
+        result.gradients |= {
+            f"{name}: {key}": gradient.contiguous().clone() for key, gradient in export_gradients(policy.model, mesh)
+        }
+    found: list[tuple[str, float]] = [("", 0.0)] * layout.processes
+    dist.all_gather_object(found, result.replicas)
+    result.replicas = max(found, key=lambda replica: replica[1])
+    destroy_mesh()
+    return result
+
+
+def _build(mesh: Mesh, model_path: str | None, sequence_parallel: bool) -> tuple[Policy, Problem]:
+    architecture, source = TINY_MIXTRAL, KeyedWeights(TINY_MIXTRAL)
+    weights: TensorSource = source
+    if model_path is not None:
+        weights = checkpoint = open_checkpoint(model_path)
+        architecture = checkpoint.architecture
+    model = build_model(architecture, mesh, policy_config(architecture, mesh, sequence_parallel=sequence_parallel))
+    load_weights(model, weights, mesh)
+    policy = Policy(model, mesh, algorithm=AlgorithmConfig(), optimizer=OptimizerConfig(), temperature=0.8)
+    return policy, Problem(architecture.vocab_size)
