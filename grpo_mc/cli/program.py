@@ -1,9 +1,9 @@
 """The program: finds the command, imports only its module, turns the user's mistakes into one clear line.
 
 Exit status: 0 done; 1 a check failed (doctor, check parity); 2 the user has to change something (one line on stderr,
-`GRPO_MC_DEBUG=1` adds the traceback); 130 interrupted. Any other exception is ours and keeps its traceback (status 1).
-Every failure under torchrun ends this process within EXIT_BOUND_S even if a library's exit handler waits for another
-rank, so that the launcher sees it and ends the other ranks.
+`GRPO_MC_DEBUG=1` adds the traceback); 130 interrupted by Ctrl-C, 143 by SIGTERM. Any other exception is ours and keeps
+its traceback (status 1). Every failure under torchrun ends this process within EXIT_BOUND_S even if a library's exit
+handler waits for another rank, so that the launcher sees it and ends the other ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
+
+from grpo_mc.pipeline.stop import Interrupted
 
 EXIT_BOUND_S = 30.0
 """Longest time from a failure to the end of the process."""
@@ -99,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 1
     try:
         status = _dispatch(arguments)
+    except Interrupted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"grpo-mc: {stop}", file=sys.stderr)
+        status = stop.exit_status
     except KeyboardInterrupt:
         print("grpo-mc: interrupted", file=sys.stderr)
         status = 130

@@ -49,26 +49,30 @@ class EvalResult:
         return {**named, **{f"pass@{k}": value for k, value in self.pass_at.items()}}
 
 
-class Evaluator:
-    """The held-out prompts and how they are sampled."""
+class HeldOut:
+    """The held-out prompts, how they are sampled and who scores them."""
 
-    def __init__(self, dataset: PromptDataset, config: EvaluationConfig, rollout: RolloutConfig) -> None:
-        self.dataset, self.config = dataset, config
+    def __init__(
+        self, dataset: PromptDataset, config: EvaluationConfig, sampling: RolloutConfig, *, rollout: RolloutModule,
+        rewards: RewardModule,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            sampling: Section `rollout`, for what `config` leaves open.
+        """
+        self.dataset, self.config, self.rollout, self.rewards = dataset, config, rollout, rewards
         self.params = SamplingParams(
-            temperature=config.temperature, top_k=rollout.top_k, top_p=rollout.top_p, stop=tuple(rollout.stop),
-            max_new_tokens=config.max_new_tokens or rollout.max_new_tokens, ignore_eos=rollout.ignore_eos,
+            temperature=config.temperature, top_k=sampling.top_k, top_p=sampling.top_p, stop=tuple(sampling.stop),
+            max_new_tokens=config.max_new_tokens or sampling.max_new_tokens, ignore_eos=sampling.ignore_eos,
         )  # fmt: skip
 
-    def run(
-        self, rollout: RolloutModule, rewards: RewardModule, policy_version: int,
-        on_tokens: Callable[[int], None] | None = None,
-    ) -> EvalResult:  # fmt: skip
+    def measure(self, policy_version: int, on_tokens: Callable[[int], None] | None = None) -> EvalResult:
         """Samples and scores every prompt. All ranks call it together and get the same result."""
         draws = [PromptDraw(FIRST_GROUP_ID + at, self.dataset[at]) for at in range(len(self.dataset))]
-        groups = rollout.run(
+        groups = self.rollout.run(
             draws, self.params, num_samples=self.config.num_samples, policy_version=policy_version, on_tokens=on_tokens
         )
-        scored = rewards.run(groups)
+        scored = self.rewards.run(groups)
         return summarise(scored, rewards_first_name(scored), self.config.pass_k)
 
 
@@ -100,7 +104,9 @@ def summarise(groups: Sequence[Group], reward_name: str, pass_k: Sequence[int]) 
     accuracies = [float(np.mean(row)) for row in right if row]
     rewards = [float(np.mean(group.valid_rewards())) for group in groups if group.valid_rewards()]
     rollouts = [r for group in groups for r in group.rollouts]
+    truncated = [r.finish_reason is FinishReason.TRUNCATED for r in rollouts]
     samples = len(groups[0].rollouts) if groups else 0
+    pass_at = {k: float(np.mean([pass_at_k(len(row), sum(row), k) for row in right])) for k in pass_k if k <= samples}
     return EvalResult(
         accuracy=float(np.mean(accuracies)) if accuracies else 0.0,
         stderr=standard_error(accuracies),
@@ -110,6 +116,6 @@ def summarise(groups: Sequence[Group], reward_name: str, pass_k: Sequence[int]) 
         num_samples=samples,
         unscored=sum(r.reward is None for r in rollouts),
         response_length=float(np.mean([r.response_length for r in rollouts])) if rollouts else 0.0,
-        truncated_frac=float(np.mean([r.finish_reason is FinishReason.TRUNCATED for r in rollouts])) if rollouts else 0.0,
-        pass_at={k: float(np.mean([pass_at_k(len(row), sum(row), k) for row in right])) for k in pass_k if k <= samples},
+        truncated_frac=float(np.mean(truncated)) if rollouts else 0.0,
+        pass_at=pass_at,
     )

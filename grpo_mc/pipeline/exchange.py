@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 def gather_from_leaders(value: Value, mesh: Mesh) -> list[Value]:
-    """What each model group's leader holds, in the order of the ranks, on every rank. Other ranks' values are dropped."""
+    """What each model group's leader holds, by rank, on every rank. The values of other ranks are dropped."""
     if mesh.world_size == 1:
         return [value]
     boxes: list[Value | None] = [None] * mesh.world_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -12,22 +11,17 @@ from typing import Any, Protocol
 
 from grpo_mc.config import Config
 from grpo_mc.data.records import Group
-from grpo_mc.data.sampler import PromptSampler
-from grpo_mc.megatron.checkpoint import find_latest, load_checkpoint, prune, save_checkpoint
-from grpo_mc.megatron.convert import save_hf
-from grpo_mc.pipeline.evaluation import EvalResult, Evaluator
-from grpo_mc.pipeline.exchange import any_rank, broadcast_from_first
-from grpo_mc.pipeline.rollout_log import RolloutLog
-from grpo_mc.pipeline.scheduler import Scheduler, StageClock
+from grpo_mc.pipeline.clock import StageClock
+from grpo_mc.pipeline.evaluation import EvalResult, HeldOut
+from grpo_mc.pipeline.exchange import any_rank
+from grpo_mc.pipeline.keeper import Keeper
+from grpo_mc.pipeline.rollout_log import ROLLOUTS_DIR, RolloutLog
+from grpo_mc.pipeline.scheduler import Scheduler
 from grpo_mc.pipeline.self_check import check_first_step
 from grpo_mc.pipeline.setup import Runtime
-from grpo_mc.pipeline.stop import Interrupted, StopRequest
+from grpo_mc.pipeline.stall import NothingToTrain, StallWatch
+from grpo_mc.pipeline.stop import Interrupted, StepAbandoned, StopRequest
 from grpo_mc.pipeline.training_module import peak_memory_bytes
-
-_log = logging.getLogger(__name__)
-
-CHECKPOINTS_DIR = "checkpoints"
-MODEL_DIR = "model"
 
 
 class Sink(Protocol):
@@ -46,137 +40,196 @@ class TrainResult:
     """How a run ended."""
 
     steps: int
-    """Training steps done."""
+    """Training steps done, over all its processes."""
     before: EvalResult | None
+    """Of the starting weights; None without evaluation, and where an earlier process of the run measured it."""
     after: EvalResult | None
+    """Of the last weights."""
     model_dir: Path | None
     """The trained model as a Hugging Face folder."""
 
 
 class TrainingRun:
-    """Steps, and what happens between them. Every rank makes the same calls in the same order."""
+    """Steps, and what happens between them. Every rank makes the same calls in the same order.
+
+    Between two steps, in this order: leave if asked, evaluate if it is due, save if it is due. A checkpoint knows
+    whether its step was evaluated, so that a run that left before an evaluation makes it when it goes on.
+    """
 
     def __init__(
-        self, runtime: Runtime, scheduler: Scheduler, sampler: PromptSampler, evaluator: Evaluator | None, sink: Sink
+        self, runtime: Runtime, scheduler: Scheduler, sink: Sink, *, held_out: HeldOut | None, keeper: Keeper | None
     ) -> None:
-        self.runtime, self.scheduler, self.sampler, self.evaluator, self.sink = (
-            runtime, scheduler, sampler, evaluator, sink,
-        )  # fmt: skip
+        """
+        Args:
+            held_out: None = nothing is evaluated.
+            keeper: None = nothing is trained, so there is nothing to save.
+        """
+        self.scheduler, self.sink, self.held_out, self.keeper = scheduler, sink, held_out, keeper
         self.config: Config = runtime.config
         self.mesh = runtime.mesh
-        self.run_dir = Path(self.config.run.dir)
-        self.log = RolloutLog(self.run_dir)
+        self.log = RolloutLog(self.config.run.dir)
+        self.request = StopRequest()
+        self.stall = StallWatch()
         self.step = 0
-        self.last_saved = -1
+        self.evaluated: int | None = None
+        """The last step that was evaluated."""
         self.best: dict[str, float] = {}
         """Step and accuracy of the best evaluation so far."""
-
-    @property
-    def training(self):  # type: ignore[no-untyped-def]
-        """The training module."""
-        return self.scheduler.training
+        self.results: dict[int, EvalResult] = {}
 
     def resume(self) -> None:
-        """Goes on from the newest complete checkpoint; from the start if there is none."""
-        latest = broadcast_from_first(find_latest(self.run_dir / CHECKPOINTS_DIR), self.mesh)
+        """Goes on from the newest complete checkpoint; from the start if there is none.
+
+        Lines of metrics and rollouts of later steps are removed. The learning rate of a step is computed from the
+        configuration, never restored: with another run.steps a linear or cosine schedule goes on along the new curve.
+
+        Raises:
+            ValueError: The run trains nothing, so it has no checkpoint; or the checkpoint is of another run.
+        """
+        if self.keeper is None:
+            raise ValueError(
+                "train --resume: pipeline.mode is 'rollout_only', which saves no checkpoint to go on from;"
+                " start it anew with another run.dir and run.seed"
+            )
+        latest = self.keeper.latest()
         for path, reason in latest.ignored:
             self.sink.message(f"resume: {path.name} is not complete and is left alone: {reason}")
-        if latest.path is None:
+        if latest.path is None or latest.step is None:
             self.sink.message("resume: no complete checkpoint, the run starts again from step 0")
+            self.sink.resume(-1)
         else:
-            extra = load_checkpoint(self.training.policy, self.mesh, latest.path)
-            self.step = self.last_saved = int(extra["step"])
-            self.training.policy_version = int(extra["policy_version"])
-            self.sampler.load_state_dict(extra["sampler"])
-            self.best = dict(extra["best"])
-        self.sink.resume(self.step)
+            self._restore(self.keeper.load(latest.path, latest.step))
+            self.sink.message(f"resume: step {self.step}, from {latest.path}")
+            self.sink.resume(self.step)
         if self.mesh.rank == 0:
             self.log.truncate_after(self.step)
 
     def run(self) -> TrainResult:
-        """All remaining steps, then the last evaluation, checkpoint and export.
+        """All remaining steps, with evaluations and checkpoints where they are due, then the export.
 
         Raises:
             Interrupted: SIGTERM or Ctrl-C; the run is saved.
+            RunStalled: Batch after batch taught nothing.
         """
-        steps = self.config.run.steps
-        before = self.evaluate() if self.step == 0 else None
-        with StopRequest() as request:
-            while self.step < steps:
+        with self.request:
+            while True:
+                self._leave_if_asked()
+                if self._is_evaluation_due():
+                    self._evaluate()
+                if self._is_save_due():
+                    self._save()
+                if self.step >= self.config.run.steps:
+                    break
                 self._train_one_step()
-                self._leave_if_asked(request)
-                every = self.config.evaluation.every
-                if every and self.step % every == 0 and self.step < steps:
-                    self.evaluate()
-                every = self.config.checkpoint.every
-                if every and self.step % every == 0 and self.step < steps:
-                    self.save()
-        after = self.evaluate() if steps else None
-        if self.last_saved != self.step and self.step:
-            self.save()
-        return TrainResult(self.step, before, after, self._export())
+            self._leave_if_asked()
+            model_dir = self._export()
+        return TrainResult(self.step, self.results.get(0), self.results.get(self.step), model_dir)
 
     def _train_one_step(self) -> None:
+        """Does not count if the run is asked to stop before training begins: the prompts are then drawn again."""
         start, step = time.perf_counter(), self.step + 1
-        clock = StageClock(self.sink)
-        batch = self.scheduler.collect(step, clock)
-        self.scheduler.infer(clock)
-        metrics = self.scheduler.train(clock)
+        clock = StageClock(self.sink, self._abandon_if_asked)
+        state = self.scheduler.collector.state_dict()
+        try:
+            batch = self.scheduler.collect(step, clock)
+            self.scheduler.infer(clock)
+            metrics = self.scheduler.train(clock)
+        except StepAbandoned:
+            self.scheduler.collector.load_state_dict(state)
+            return
         if self.mesh.rank == 0:
             self.log.write(step, batch.groups)
         self.step = step
-        metrics["policy/version"] = float(self.training.policy_version)
+        metrics["policy/version"] = float(self.scheduler.training.policy_version)
         metrics["memory/peak_bytes"] = peak_memory_bytes(self.mesh.device)
         metrics["time/step_s"] = time.perf_counter() - start
         self.sink.step(step, metrics)
         self.sink.samples(step, batch.groups)
-        if step == 1:
-            for warning in check_first_step(metrics, self.config):
-                self.sink.message(f"warning: {warning}")
+        self._warn(metrics)
 
-    def evaluate(self) -> EvalResult | None:
-        """Measures the current weights on the held-out prompts, if there are any; remembers the best."""
-        if self.evaluator is None:
-            return None
+    def _warn(self, metrics: Mapping[str, float]) -> None:
+        if self.keeper is None:
+            return
+        if self.step == 1:
+            for difference in check_first_step(metrics, self.config):
+                self.sink.message(f"warning: {difference}")
+        try:
+            warning = self.stall.after_step(self.step, metrics)
+        except NothingToTrain:
+            self._save()
+            raise
+        if warning is not None:
+            self.sink.message(f"warning: {warning}")
+
+    def _is_last(self) -> bool:
+        return self.step >= self.config.run.steps
+
+    def _is_evaluation_due(self) -> bool:
+        if self.held_out is None or self.evaluated == self.step:
+            return False
+        every = self.config.evaluation.every
+        return self.step == 0 or self._is_last() or (every > 0 and self.step % every == 0)
+
+    def _evaluate(self) -> None:
+        """Measures the current weights on the held-out prompts; remembers the best."""
+        assert self.held_out is not None
         self.sink.stage("evaluation")
-        result = self.evaluator.run(self.scheduler.rollout, self.scheduler.rewards, self.training.policy_version)
+        result = self.held_out.measure(self.scheduler.training.policy_version)
         self.sink.evaluation(self.step, result.record())
+        self.results[self.step] = result
+        self.evaluated = self.step
         if not self.best or result.accuracy > self.best["accuracy"]:
             self.best = {"step": float(self.step), "accuracy": result.accuracy}
-        return result
 
-    def save(self) -> None:
-        """A checkpoint of this step; older ones are pruned as the configuration says."""
+    def _is_save_due(self) -> bool:
+        if self.step == 0:
+            return False
+        every = self.config.checkpoint.every
+        is_best = self.config.checkpoint.keep_best and self.best.get("step") == self.step
+        return self._is_last() or is_best or (every > 0 and self.step % every == 0)
+
+    def _save(self) -> None:
+        if self.keeper is None:
+            return
         self.sink.stage("checkpoint")
-        root = self.run_dir / CHECKPOINTS_DIR
-        extra = {
-            "step": self.step,
-            "policy_version": self.training.policy_version,
-            "sampler": self.sampler.state_dict(),
-            "best": self.best,
-        }
-        save_checkpoint(self.training.policy, self.mesh, root / f"step_{self.step}", extra)
-        self.last_saved = self.step
-        if self.mesh.rank == 0:
-            keep = {int(self.best["step"])} if self.config.checkpoint.keep_best and self.best else set()
-            prune(root, self.config.checkpoint.keep_last, keep)
+        best_step = int(self.best["step"]) if self.best else None
+        self.keeper.save(self.step, self._state(), best_step)
 
     def _export(self) -> Path | None:
-        if not self.config.checkpoint.export_hf:
+        if self.keeper is None:
             return None
         self.sink.stage("export")
-        folder = self.run_dir / MODEL_DIR
-        save_hf(self.runtime.model, self.mesh, folder, self.runtime.tokenizer, self.config.model.dtype)
-        return folder
+        return self.keeper.export()
 
-    def _leave_if_asked(self, request: StopRequest) -> None:
-        if not any_rank(bool(request.signum), self.mesh):
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "evaluated": self.evaluated,
+            "best": self.best,
+            "collector": self.scheduler.collector.state_dict(),
+            "stall": self.stall.state_dict(),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.step, self.evaluated, self.best = state["step"], state["evaluated"], state["best"]
+        self.scheduler.collector.load_state_dict(state["collector"])
+        self.stall.load_state_dict(state["stall"])
+
+    def _is_asked_to_stop(self) -> bool:
+        return any_rank(bool(self.request.signum), self.mesh)
+
+    def _abandon_if_asked(self) -> None:
+        if self._is_asked_to_stop():
+            raise StepAbandoned
+
+    def _leave_if_asked(self) -> None:
+        if not self._is_asked_to_stop():
             return
-        if self.last_saved != self.step:
-            self.save()
-        signum = request.signum or signal.SIGTERM
-        raise Interrupted(
-            signum,
-            f"stopped by {signal.Signals(signum).name} after step {self.step}, which is saved; go on with"
-            f" `grpo-mc train --resume {self.run_dir}`",
-        )
+        self._save()
+        signum = self.request.signum or signal.SIGTERM  # or another rank was asked
+        name, run_dir = signal.Signals(signum).name, self.config.run.dir
+        if self.keeper is None:
+            kept = f"its rollouts are in {Path(run_dir) / ROLLOUTS_DIR}"
+        else:
+            kept = f"which is saved; go on with `grpo-mc train --resume {run_dir}`"
+        raise Interrupted(signum, f"stopped by {name} after step {self.step}, {kept}")

@@ -27,8 +27,8 @@ class GroupBatch:
     step: int
     """The training step they are meant for, from 1."""
     groups: list[Group]
-    counters: dict[str, float] = field(default_factory=dict)
-    """What happened on the way, by metric name."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of all groups that were sampled for it, also those that were sorted out, by metric name."""
 
 
 class QueueFull(RuntimeError):

@@ -17,6 +17,8 @@ class RewardModule:
 
     def __init__(self, config: RewardsConfig, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.has_scored = False
+        """Whether any rollout was ever scored."""
         self.pool = RewardPool(config) if mesh.is_model_leader else None
 
     def run(self, groups: list[Group]) -> list[Group]:
@@ -26,12 +28,15 @@ class RewardModule:
             The scored groups of all data-parallel ranks, by group id, the same on every rank.
 
         Raises:
-            RuntimeError: Not one rollout could be scored.
+            ValueError: Not one rollout could be scored, in the first call. Later such groups have no reward, so that a
+                verifier that is away for a while does not end the run.
         """
         if self.pool is not None:
             self.pool.score(groups)
         scored = gather_groups(groups, self.mesh)
-        refuse_unscored(scored)
+        if not self.has_scored:
+            refuse_unscored(scored)
+            self.has_scored = True
         return scored
 
     def close(self) -> None:
@@ -48,7 +53,7 @@ def refuse_unscored(groups: Sequence[Group]) -> None:
     failures = [v for rollout in rollouts for v in rollout.verdicts if v.status is not VerdictStatus.SCORED]
     counts = Counter((v.name, str(v.status), v.reason) for v in failures).most_common(3)
     seen = "; ".join(f"{name} {status} {count} times ({reason})" for (name, status, reason), count in counts)
-    raise RuntimeError(
+    raise ValueError(
         f"rewards: none of {len(rollouts)} rollouts could be scored: {seen or 'no reward function is configured'};"
         " mend the reward function or the records' fields (try `grpo-mc rewards score`)"
     )

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from grpo_mc.config import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, to_yaml
 from grpo_mc.data.dataset import PromptDataset
 from grpo_mc.data.records import Prompt, Rollout
-from grpo_mc.data.sampler import PromptSampler
 from grpo_mc.megatron.mesh import destroy_mesh
 from grpo_mc.megatron.train_step import Policy
-from grpo_mc.pipeline.evaluation import EvalResult, Evaluator
+from grpo_mc.pipeline.collectors import Collector, ReplayCollector, SamplingCollector, select_all, select_trainable
+from grpo_mc.pipeline.evaluation import EvalResult, HeldOut
 from grpo_mc.pipeline.inference_module import InferenceModule
+from grpo_mc.pipeline.keeper import Keeper
 from grpo_mc.pipeline.loop import Sink, TrainingRun, TrainResult
 from grpo_mc.pipeline.messages import PromptDraw
 from grpo_mc.pipeline.reward_module import RewardModule
 from grpo_mc.pipeline.rollout_module import RolloutModule
-from grpo_mc.pipeline.scheduler import Scheduler
+from grpo_mc.pipeline.scheduler import NoTraining, Scheduler
 from grpo_mc.pipeline.setup import Runtime, build_reference, build_runtime
 from grpo_mc.pipeline.training_module import TrainingModule
 from grpo_mc.rollout.sampling import SamplingParams
 
 
 def train(config: Config, *, resume_dir: Path | None, sink: Sink) -> TrainResult:
-    """Runs GRPO as the configuration says.
+    """Runs GRPO as the configuration says; see pipeline.mode for runs that only sample or only train.
 
     Args:
         config: Resolved.
@@ -32,65 +34,91 @@ def train(config: Config, *, resume_dir: Path | None, sink: Sink) -> TrainResult
         sink: Where metrics, samples, evaluations and messages go.
 
     Raises:
-        ValueError: Something in the configuration, the data or the weights does not fit.
+        ValueError: Something in the configuration, the data or the weights does not fit, or nothing can be learnt.
         Interrupted: The run was asked to stop and is saved.
     """
     runtime = build_runtime(config)
-    rewards: RewardModule | None = None
-    try:
-        rewards = RewardModule(config.rewards, runtime.mesh)
-        run = _build_run(runtime, rewards, sink)
+    with ExitStack() as stack:
+        stack.callback(destroy_mesh)
+        run = _build_run(runtime, sink, stack)
         sink.message(runtime.mesh.describe())
         if resume_dir is not None:
             run.resume()
-        elif runtime.mesh.rank == 0:
+        if runtime.mesh.rank == 0:
             write_config(config)
         return run.run()
-    finally:
-        if rewards is not None:
-            rewards.close()
-        destroy_mesh()
 
 
 def write_config(config: Config) -> None:
-    """The resolved configuration into the run directory."""
+    """The resolved configuration into the run directory. A resume starts from it, so it holds a resume's overrides."""
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
+    partial = run_dir / ".config.yaml.partial"
+    partial.write_text(to_yaml(config), encoding="utf-8")
+    partial.replace(run_dir / "config.yaml")
 
 
-def _build_run(runtime: Runtime, rewards: RewardModule, sink: Sink) -> TrainingRun:
+def _build_run(runtime: Runtime, sink: Sink, stack: ExitStack) -> TrainingRun:
+    """Puts the modules together as pipeline.mode says.
+
+    mode           collector   training         held-out prompts   checkpoints, export
+    train          sampling    TrainingModule   yes                yes
+    rollout_only   sampling    NoTraining       no                 no
+    train_only     replay      TrainingModule   no (no engine)     yes
+    """
+    config, mode = runtime.config, runtime.config.pipeline.mode
+    collector: Collector
+    held_out, keeper = None, None
+    if mode == "train_only":
+        assert config.pipeline.replay is not None
+        collector = ReplayCollector(config, config.pipeline.replay, vocab_size=runtime.architecture.vocab_size)
+    else:
+        rewards = stack.enter_context(closing(RewardModule(config.rewards, runtime.mesh)))
+        rollout = RolloutModule(runtime.build_engine(), runtime.mesh, runtime.tokenizer)
+        select = select_all if mode == "rollout_only" else select_trainable(config)
+        dataset = _train_prompts(runtime)
+        collector = SamplingCollector(config, dataset, rollout=rollout, rewards=rewards, select=select)
+        if mode == "train" and config.evaluation.source is not None:
+            held_out = _held_out(runtime, rollout, rewards)
+    if mode == "rollout_only":
+        scheduler = Scheduler(collector=collector, training=NoTraining(), inference=None)
+    else:
+        inference = _build_inference(runtime) if config.algorithm.beta > 0 else None
+        training = _build_training(runtime)
+        scheduler = Scheduler(collector=collector, training=training, inference=inference)
+        keeper = Keeper(runtime, training)
+    return TrainingRun(runtime, scheduler, sink, held_out=held_out, keeper=keeper)
+
+
+def _train_prompts(runtime: Runtime) -> PromptDataset:
+    data = runtime.config.data
+    assert data.train is not None, "check_trainable has seen to it"
+    return PromptDataset(data.train, runtime.tokenizer, exclude=data.exclude, max_prompt_tokens=data.max_prompt_tokens)
+
+
+def _build_inference(runtime: Runtime) -> InferenceModule:
     config = runtime.config
-    assert config.data.train is not None, "check_trainable has seen to it"
-    dataset = PromptDataset(
-        config.data.train, runtime.tokenizer, exclude=config.data.exclude,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+    return InferenceModule(
+        build_reference(config, runtime), runtime.mesh, temperature=config.rollout.temperature,
+        max_tokens=config.inference.max_tokens_per_batch,
     )  # fmt: skip
-    sampler = PromptSampler(len(dataset), seed=config.run.seed, shuffle=config.data.shuffle)
-    inference = None
-    if config.algorithm.beta > 0:
-        inference = InferenceModule(
-            build_reference(config, runtime), runtime.mesh, temperature=config.rollout.temperature,
-            max_tokens=config.inference.max_tokens_per_batch,
-        )  # fmt: skip
+
+
+def _build_training(runtime: Runtime) -> TrainingModule:
+    config = runtime.config
     policy = Policy(
         runtime.model, runtime.mesh, algorithm=config.algorithm, optimizer=config.optimizer,
         temperature=config.rollout.temperature,
     )  # fmt: skip
-    training = TrainingModule(policy, runtime.mesh, config)
-    rollout = RolloutModule(runtime.engine, runtime.mesh, runtime.tokenizer)
-    scheduler = Scheduler(
-        config, dataset, sampler, rollout=rollout, rewards=rewards, training=training, inference=inference
-    )
-    return TrainingRun(runtime, scheduler, sampler, _build_evaluator(runtime), sink)
+    return TrainingModule(policy, runtime.mesh, config)
 
 
-def _build_evaluator(runtime: Runtime) -> Evaluator | None:
+def _held_out(runtime: Runtime, rollout: RolloutModule, rewards: RewardModule) -> HeldOut:
     config = runtime.config
-    if config.evaluation.source is None:
-        return None
+    assert config.evaluation.source is not None
     dataset = PromptDataset(config.evaluation.source, runtime.tokenizer)
-    return Evaluator(dataset, config.evaluation, config.rollout)
+    return HeldOut(dataset, config.evaluation, config.rollout, rollout=rollout, rewards=rewards)
 
 
 def evaluate(config: Config) -> EvalResult:
@@ -102,16 +130,11 @@ def evaluate(config: Config) -> EvalResult:
     if config.evaluation.source is None:
         raise ValueError("eval: evaluation.source is not set; name held-out prompts there")
     runtime = build_runtime(config)
-    rewards: RewardModule | None = None
-    try:
-        rewards = RewardModule(config.rewards, runtime.mesh)
-        evaluator = _build_evaluator(runtime)
-        assert evaluator is not None
-        return evaluator.run(RolloutModule(runtime.engine, runtime.mesh, runtime.tokenizer), rewards, 0)
-    finally:
-        if rewards is not None:
-            rewards.close()
-        destroy_mesh()
+    with ExitStack() as stack:
+        stack.callback(destroy_mesh)
+        rewards = stack.enter_context(closing(RewardModule(config.rewards, runtime.mesh)))
+        rollout = RolloutModule(runtime.build_engine(), runtime.mesh, runtime.tokenizer)
+        return _held_out(runtime, rollout, rewards).measure(policy_version=0)
 
 
 def generate(
@@ -145,7 +168,7 @@ def generate(
         params = SamplingParams(
             temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens, stop=tuple(stop)
         )
-        module = RolloutModule(runtime.engine, runtime.mesh, runtime.tokenizer)
+        module = RolloutModule(runtime.build_engine(), runtime.mesh, runtime.tokenizer)
         groups = module.run(draws, params, num_samples=num_samples, policy_version=0)
         return [rollout for group in groups for rollout in group.rollouts]
     finally:

@@ -1,4 +1,4 @@
-"""Builds what a run needs from its configuration: mesh, tokenizer, model, engine."""
+"""Builds what a run needs from its configuration: mesh, tokenizer, model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ class Runtime:
     architecture: ModelArchitecture
     tokenizer: Tokenizer
     model: PolicyModel
-    engine: NativeEngine
+
+    def build_engine(self) -> NativeEngine:
+        """The engine that samples from `model`."""
+        return NativeEngine(
+            self.model, self.mesh, self.tokenizer, seed=self.config.run.seed,
+            max_batch_rows=self.config.rollout.max_batch_rows, kv_block_size=self.config.rollout.kv_block_size,
+        )  # fmt: skip
 
 
 def model_shape(architecture: ModelArchitecture) -> ModelShape:
@@ -56,11 +62,7 @@ def build_runtime(config: Config) -> Runtime:
     )  # fmt: skip
     config = config.model_copy(update={"parallel": parallel})
     model = load_model(config.model, architecture, mesh, sequence_parallel=parallel.sequence_parallel)
-    engine = NativeEngine(
-        model, mesh, tokenizer, seed=config.run.seed, max_batch_rows=config.rollout.max_batch_rows,
-        kv_block_size=config.rollout.kv_block_size,
-    )  # fmt: skip
-    return Runtime(config, mesh, architecture, tokenizer, model, engine)
+    return Runtime(config, mesh, architecture, tokenizer, model)
 
 
 def load_model(

@@ -1,4 +1,6 @@
-"""Stopping on request: SIGTERM (a scheduler's notice) and SIGINT (Ctrl-C) let the step end, save, and exit."""
+"""Stopping on request: SIGTERM (a scheduler's notice) and SIGINT (Ctrl-C) end the run at the next point where it can be
+saved: before a step is trained on it is given up, once it is trained on it is finished.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has saved what it had."""
+    """The run was asked to stop and has kept what it had."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
@@ -16,8 +18,16 @@ class Interrupted(Exception):
         """What a shell reports for a process that the signal ended."""
 
 
+class StepAbandoned(Exception):
+    """A step was given up before anything was trained on."""
+
+
 class StopRequest:
-    """While entered, the first signal sets `signum`; a second Ctrl-C interrupts at once, as Python always does."""
+    """While entered, the first SIGTERM or SIGINT sets `signum`.
+
+    A second Ctrl-C raises KeyboardInterrupt at once, and a third ends the process as if nothing handled it. Further
+    SIGTERMs change nothing: schedulers and launchers send several.
+    """
 
     def __init__(self) -> None:
         self.signum = 0
@@ -34,5 +44,6 @@ class StopRequest:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.signum and signum == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
-        self.signum = signum
+        self.signum = self.signum or signum

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from grpo_mc.algorithms.denominators import Denominators
 from grpo_mc.algorithms.loss import LossInputs
 from grpo_mc.config import AlgorithmConfig
 from grpo_mc.data.packing import GroupLengths, PackedBatch, measure, pack, plan_micro_batches
-from grpo_mc.data.records import Group
+from grpo_mc.data.records import Group, Rollout
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.megatron.micro_batch import MicroBatch, make_micro_batch
 from grpo_mc.pipeline.inference_module import RolloutLogprobs
@@ -22,13 +24,37 @@ from grpo_mc.pipeline.inference_module import RolloutLogprobs
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups of one optimizer step and what is known of them, the same on every rank."""
+    """The groups of one optimizer step and what is known of them, the same on every rank: N rollouts in G groups."""
 
     groups: list[Group]
-    advantages: AdvantageResult
-    """Of exactly these groups, in this order."""
+    advantages: npt.NDArray[np.float32]
+    """[N] float32, of the groups' rollouts in order."""
+    in_loss: npt.NDArray[np.bool_]
+    """[N] bool."""
+    offsets: npt.NDArray[np.int64]
+    """[G + 1] int64: group g is rows offsets[g] to offsets[g + 1]."""
     old_logprobs: RolloutLogprobs | None
     """None = the current policy itself (one optimizer step per batch)."""
+
+    @classmethod
+    def choose(
+        cls, groups: Sequence[Group], result: AdvantageResult, old_logprobs: RolloutLogprobs | None,
+        chosen: Sequence[int],
+    ) -> StepGroups:  # fmt: skip
+        """The groups at the positions `chosen` of a training batch, with their part of its advantages.
+
+        Advantages are never computed from a part of the batch: a std over the batch would change.
+        """
+        starts = [range(result.offsets[g], result.offsets[g + 1]) for g in chosen]
+        rows = np.array([row for group in starts for row in group], np.int64)
+        old = None
+        if old_logprobs is not None:
+            position = {group: at for at, group in enumerate(chosen)}
+            old = {(position[g], sample): x for (g, sample), x in old_logprobs.items() if g in position}
+        return cls(
+            [groups[g] for g in chosen], result.advantages.numpy()[rows], result.in_loss.numpy()[rows],
+            np.cumsum([0, *map(len, starts)], dtype=np.int64), old,
+        )  # fmt: skip
 
 
 def carries_gradient(algorithm: AlgorithmConfig) -> bool:
@@ -43,28 +69,29 @@ def trained_samples(step: StepGroups, algorithm: AlgorithmConfig) -> list[list[i
     Rollouts outside the loss are left out, and so are those whose gradient is exactly zero (advantage 0 and nothing
     else in the loss): they count in the denominators and cost nothing.
     """
-    keep = step.advantages.in_loss.clone()
+    keep = step.in_loss
     if not carries_gradient(algorithm):
-        keep &= step.advantages.advantages != 0
-    offsets = step.advantages.offsets
-    return [keep[offsets[g] : offsets[g + 1]].nonzero()[:, 0].tolist() for g in range(len(step.groups))]
+        keep = keep & (step.advantages != 0)
+    return [np.flatnonzero(of_group).tolist() for of_group in np.split(keep, step.offsets[1:-1])[: len(step.groups)]]
 
 
 def count(step: StepGroups) -> Denominators:
     """The global counts of the step, from the records alone."""
     tokens = sequences = groups = 0
-    offsets = step.advantages.offsets
-    for g, group in enumerate(step.groups):
-        in_loss = step.advantages.in_loss[offsets[g] : offsets[g + 1]].tolist()
-        lengths = [int(r.response_mask.sum()) for r, kept in zip(group.rollouts, in_loss, strict=True) if kept]
+    in_loss = iter(step.in_loss.tolist())
+    for group in step.groups:
+        lengths = [sampled_tokens(rollout) for rollout in group.rollouts if next(in_loss)]
         lengths = [length for length in lengths if length]
         tokens, sequences, groups = tokens + sum(lengths), sequences + len(lengths), groups + bool(lengths)
     return Denominators(tokens, sequences, groups)
 
 
-def plan_step(
-    step: StepGroups, algorithm: AlgorithmConfig, mesh: Mesh, *, max_tokens: int
-) -> list[PackedBatch]:
+def sampled_tokens(rollout: Rollout) -> int:
+    """Response tokens that the model sampled."""
+    return sum(len(segment.token_ids) for segment in rollout.segments if segment.source == "model")
+
+
+def plan_step(step: StepGroups, algorithm: AlgorithmConfig, mesh: Mesh, *, max_tokens: int) -> list[PackedBatch]:
     """This data-parallel rank's micro-batches of the step, packed; as many as on every other rank."""
     samples = trained_samples(step, algorithm)
     lengths: list[GroupLengths] = []
@@ -88,16 +115,16 @@ def _renumber(batch: PackedBatch, positions: Sequence[int]) -> PackedBatch:
 def loss_inputs(batch: PackedBatch, step: StepGroups, device: torch.device) -> LossInputs:
     """The constants of one packed micro-batch."""
     rollouts = [step.groups[group].rollouts[sample] for group, sample in batch.rollout_order]
-    rows = [step.advantages.offsets[group] + sample for group, sample in batch.rollout_order]
-    in_loss = batch.per_token(step.advantages.in_loss.numpy()[rows])
-    join = lambda arrays: _join(arrays, device)  # noqa: E731 - three uses, one line
+    rows = np.array([step.offsets[group] + sample for group, sample in batch.rollout_order], np.int64)
+    in_loss = batch.per_token(step.in_loss[rows]).astype(bool)
+    join = partial(_join, device=device)
     references = [rollout.ref_logprobs for rollout in rollouts]
     has_reference = bool(rollouts) and all(reference is not None for reference in references)
     old = step.old_logprobs
     return LossInputs(
         old_logprobs=None if old is None else join([old[key] for key in batch.rollout_order]),
         rollout_logprobs=join([rollout.rollout_logprobs for rollout in rollouts]),
-        advantages=torch.from_numpy(batch.per_token(step.advantages.advantages.numpy()[rows])).to(device),
+        advantages=torch.from_numpy(batch.per_token(step.advantages[rows])).to(device),
         loss_mask=torch.from_numpy(in_loss & batch.response_mask).to(device),
         cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device),
         sequence_groups=torch.from_numpy(batch.group_positions).to(device),
