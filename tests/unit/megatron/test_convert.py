@@ -192,30 +192,38 @@ def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
         export_model(tmp_path, tmp_path / "out")
 
 
-def save_from_two_ranks(source: Path, folder: Path, degrees: dict[str, int]) -> list[str]:
-    """A checkpoint, a good export, and one that rank 0 cannot write; the errors that this rank saw."""
-    mesh, model = sharded(source, **degrees)
+def save_from_two_ranks(source: Path, folder: Path, layouts: list[dict[str, int]]) -> list[str]:
+    """In each layout a good export, two that rank 0 cannot write, and a checkpoint; the errors that this rank saw."""
+    from megatron.core import parallel_state
+
     tokenizer = load_tokenizer(source)
-    save_hf(model, mesh, folder / "model", tokenizer, "fp32")
     errors = []
-    for target in (folder / "model", folder / "model" / "config.json" / "below"):  # taken; a file is no parent
-        try:
-            save_hf(model, mesh, target, tokenizer, "fp32")
-        except (ValueError, OSError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    save_steps(folder / "run", model, mesh, 1)
+    for number, degrees in enumerate(layouts):
+        mesh, model = sharded(source, **degrees)
+        model_dir = save_hf(model, mesh, folder / f"model_{number}", tokenizer, "fp32")
+        for target in (model_dir, model_dir / "config.json" / "below"):  # taken; a file is no parent
+            try:
+                save_hf(model, mesh, target, tokenizer, "fp32")
+            except (ValueError, OSError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        save_steps(folder / f"run_{number}", model, mesh, 1)
+        parallel_state.destroy_model_parallel()
     return errors
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.dist
 def test_ranks_write_one_folder_or_all_raise(
-    degrees: dict[str, int], tiny_model: Callable[..., Path], tmp_path: Path, run_distributed: Callable[..., Any]
+    tiny_model: Callable[..., Path], tmp_path: Path, run_distributed: Callable[..., Any], one_process: None
 ) -> None:
-    """tp=2 pads the vocabulary of 265 to 266; neither the folder nor the checkpoint's export may show it."""
+    """tp=2 pads the vocabulary of 265 to 266; neither the folder nor the export of the checkpoint may show it."""
     source = tiny_model("llama", vocab_size=265)
-    write_run(tmp_path / "run", source)
-    errors = run_distributed(save_from_two_ranks, 2, source, tmp_path, degrees, init=False)
-    assert different(weights(tmp_path / "model"), weights(source)) == []
-    assert errors[0] == errors[1] and len(errors[0]) == 2, errors
+    layouts = [{"tp": 2}, {"pp": 2}]
+    for number in range(len(layouts)):
+        write_run(tmp_path / f"run_{number}", source)
+    errors = run_distributed(save_from_two_ranks, 2, source, tmp_path, layouts, init=False)
+    assert errors[0] == errors[1] and len(errors[0]) == 2 * len(layouts), errors
     assert errors[0][0].startswith("ValueError: export model: ")
-    assert different(weights(export_model(tmp_path / "run", tmp_path / "exported")), moved(source, 1)) == []
+    for number in range(len(layouts)):
+        assert different(weights(tmp_path / f"model_{number}"), weights(source)) == []
+        exported = export_model(tmp_path / f"run_{number}", tmp_path / f"exported_{number}")
+        assert different(weights(exported), moved(source, 1)) == []
