@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from grpo_mc.megatron.grad_accumulation import add_weight_gradient, functional_with_lookup
+
 # Imported before patching, so that no module is imported later and missed.
 _MODULES = (
     "megatron.core.parallel_state",
@@ -163,6 +165,22 @@ def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 _METHODS = {"cuda": _cuda, "type": _type}
 
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that does nothing in place in a group of one. Gloo would copy the whole buffer onto itself."""
+
+    @functools.wraps(collective)
+    def run(output: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        alone = torch.distributed.get_world_size(kwargs.get("group")) == 1
+        if alone and output.data_ptr() == source.data_ptr() and not kwargs.get("async_op"):
+            return None
+        return collective(output, source, *args, **kwargs)
+
+    return run
+
+
+_ALL_GATHER = _unless_alone(torch.distributed.all_gather_into_tensor)
+_REDUCE_SCATTER = _unless_alone(torch.distributed.reduce_scatter_tensor)
+
 # (module, name, replacement, why): what the proxy cannot reach.
 ENTRIES: tuple[tuple[str, str, Any, str], ...] = (
     (
@@ -188,6 +206,38 @@ ENTRIES: tuple[tuple[str, str, Any, str], ...] = (
         "maybe_move_tensor_to_cpu",
         _sizes_to_host,
         "the same function, imported by name",
+    ),
+    (
+        "megatron.core.distributed.param_and_grad_buffer",
+        "dist_all_gather_func",
+        _ALL_GATHER,
+        "gloo copies where NCCL does nothing in place",
+    ),
+    (
+        "megatron.core.distributed.param_and_grad_buffer",
+        "dist_reduce_scatter_func",
+        _REDUCE_SCATTER,
+        "gloo copies where NCCL does nothing in place",
+    ),
+    (
+        "megatron.core.tensor_parallel.layers",
+        "fused_weight_gradient_mlp_cuda",
+        types.SimpleNamespace(
+            wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
+        ),
+        "an extension for CUDA; see grad_accumulation",
+    ),
+    (
+        "megatron.core.tensor_parallel.layers",
+        "_grad_accum_fusion_available",
+        True,
+        "whether that extension was found",
+    ),
+    (
+        "megatron.core.tensor_parallel.layers",
+        "F",
+        functional_with_lookup(),
+        "the embedding's gradient goes into the buffer too; see grad_accumulation",
     ),
     (
         "megatron.core.transformer.moe.moe_utils",

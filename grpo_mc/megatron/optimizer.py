@@ -10,6 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from grpo_mc.config import OptimizerConfig
+from grpo_mc.megatron.grad_accumulation import accumulate_into_buffers
 from grpo_mc.megatron.model import PolicyModel
 
 
@@ -19,7 +20,9 @@ def wrap_ddp(model: PolicyModel) -> DistributedDataParallel:
     The loss is divided by global counts before the backward pass, so that the sum is the gradient of the batch.
     """
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(model.config, settings, model)
+    ddp = DistributedDataParallel(model.config, settings, model)
+    accumulate_into_buffers(model)
+    return ddp
 
 
 def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
