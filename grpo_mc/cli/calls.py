@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from grpo_mc.monitor import RunMonitor
 
 
+_NOTES = (
+    ".*Transformer Engine.*",
+    ".*Apex.*",
+    ".*full scope is deprecated.*",  # a default of its own configuration
+    r"The \.grad attribute of a Tensor that is not a leaf.*",  # its optimizer looks at shards of parameters
+)
+
 EXPORT_DIR = "model"
 """Folder of a run directory that holds the trained model as safetensors."""
 
@@ -33,9 +40,9 @@ def is_first_rank() -> bool:
 
 
 def quiet_libraries() -> None:
-    """Silences the import-time notes of Megatron-Core about packages that it can do without."""
-    warnings.filterwarnings("ignore", message=".*Transformer Engine.*", category=UserWarning)
-    warnings.filterwarnings("ignore", message=".*Apex.*", category=UserWarning)
+    """Silences notes of Megatron-Core that say nothing to a user: about packages it can do without, and about itself."""
+    for message in _NOTES:
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 def load_config(path: Path, overrides: Sequence[str]) -> Config:
