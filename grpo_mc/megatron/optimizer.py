@@ -26,7 +26,7 @@ def wrap_ddp(model: PolicyModel) -> DistributedDataParallel:
 
 
 def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
-    """Adam with decoupled weight decay, its state split over the data-parallel ranks.
+    """Adam with decoupled weight decay, its state split over the data-parallel ranks. Norms and biases do not decay.
 
     On the CPU the update is torch's fused AdamW, one pass over parameters, gradients and states.
     """
@@ -47,8 +47,10 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
         ),
         [ddp],
     )
-    if next(ddp.parameters()).device.type == "cpu":
-        for group in optimizer.param_groups:
+    for group in optimizer.param_groups:
+        # Megatron-Core leaves this to its scheduler of learning rate and weight decay, which does not run here.
+        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+        if next(ddp.parameters()).device.type == "cpu":
             group["fused"] = True
     return optimizer
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -32,7 +33,7 @@ class Measurement:
     losses: dict[str, float] = field(default_factory=dict)
     """By objective."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """By "objective: Hugging Face name"; float32, on rank 0 only."""
+    """By "objective: Hugging Face name"; float32, on rank 0 only. And the norm of all that clipping goes by, as [1]."""
     replicas: tuple[str, float] = ("", 0.0)
     """The replicated parameter whose copies' gradients differ most over the tensor-parallel ranks, and by how much."""
 
@@ -80,11 +81,15 @@ def measure_layout(
         parts = [problem.part(micro_batch, algorithm, pad_multiple) for micro_batch in plan]
         batches = [make_micro_batch(part.packed, mesh.device, part.loss) for part in parts]
         result.losses[name] = policy.backward(batches, problem.denominators(algorithm))["loss"]
+        policy.optimizer.prepare_grads()
+        norm = float(policy.optimizer.get_grad_norm())
         gather_shards(policy.ddp)
         result.replicas = max(result.replicas, replica_difference(policy.model, mesh), key=lambda found: found[1])
         result.gradients |= {
             f"{name}: {key}": gradient.contiguous().clone() for key, gradient in export_gradients(policy.model, mesh)
         }
+        if rank == 0:
+            result.gradients[f"{name}: norm of all"] = torch.tensor([norm])
     found: list[tuple[str, float]] = [("", 0.0)] * layout.processes
     dist.all_gather_object(found, result.replicas)
     result.replicas = max(found, key=lambda replica: replica[1])
