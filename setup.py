@@ -91,7 +91,7 @@ def extensions() -> list:
     built = [
         CppExtension(
             "grpo_mc.ops._C",
-            ["csrc/ops.cpp", *sources("cpu", "*.cpp")],
+            ["csrc/ops.cpp", *sources("autograd", "*.cpp"), *sources("cpu", "*.cpp")],
             extra_compile_args=compile_flags(),
             **common,
         )

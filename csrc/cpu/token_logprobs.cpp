@@ -10,6 +10,7 @@
 #include "common/numerics.h"
 #include "cpu/checks.h"
 #include "cpu/kernels.h"
+#include "cpu/memory.h"
 #include "cpu/parallel.h"
 
 namespace grpo_mc {
@@ -166,6 +167,7 @@ Tensor token_logprobs_backward(const Tensor& logits, const Tensor& targets, cons
                                int64_t vocab_size) {
   const Shard s("token_logprobs_backward", logits, targets, vocab_start, vocab_size, temperature);
   const Tensor out = at::empty(s.logits.sizes(), s.logits.options());
+  advise_huge_pages(out.mutable_data_ptr(), out.nbytes());
   run_backward("token_logprobs_backward", s, {lse, grad_logprobs, entropy, grad_entropy}, out);
   return out;
 }

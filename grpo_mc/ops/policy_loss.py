@@ -12,7 +12,8 @@ both with the exponent clamped to +-20 before exp (gradient 0 beyond):
     reinforce    -A logprob_t
 
 A tie between the branches passes the full gradient (H11). Masked tokens are replaced by zeros before any arithmetic,
-so a NaN there reaches nothing. The gradient is computed in the forward pass and scaled in the backward pass. Token sums
+so a NaN there reaches nothing. The gradient is computed in the forward pass and scaled in the backward pass
+(csrc/autograd/policy_loss.cpp). Token sums
 are float64; results do not depend on the number of threads. Sources: see grpo_mc.ops.reference.policy_loss.
 """
 
@@ -151,26 +152,9 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_entropy = logprobs.new_empty(logprobs.shape[0] if entropy_coef != 0 else 0)
     metrics = logprobs.new_empty(len(METRICS), dtype=torch.float64)
-    return logprobs.new_empty(()), metrics, torch.empty_like(logprobs, memory_format=torch.contiguous_format), grad_entropy
-
-
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]
-) -> None:
-    _, metrics, grad_logprobs, grad_entropy = output
-    ctx.mark_non_differentiable(metrics, grad_logprobs, grad_entropy)
-    ctx.set_materialize_grads(False)
-    ctx.trains_entropy = keyword_only_inputs["entropy_coef"] != 0
-    ctx.save_for_backward(grad_logprobs, grad_entropy)
-
-
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_logprobs, grad_entropy = ctx.saved_tensors
-    if grad_loss is None:
-        return (None,) * 10
-    by_logprobs = grad_logprobs * grad_loss if ctx.needs_input_grad[0] else None
-    by_entropy = grad_entropy * grad_loss if ctx.needs_input_grad[5] and ctx.trains_entropy else None
-    return by_logprobs, None, None, None, None, by_entropy, None, None, None, None
-
-
-torch.library.register_autograd("grpo_mc::policy_loss", _backward, setup_context=_setup_context)
+    return (
+        logprobs.new_empty(()),
+        metrics,
+        torch.empty_like(logprobs, memory_format=torch.contiguous_format),
+        grad_entropy,
+    )

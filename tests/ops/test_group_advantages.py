@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from helpers.compare import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mc import ops
 from grpo_mc.ops import reference
+from helpers.compare import assert_close
 
 BASELINES = ("mean", "leave_one_out")
 SCALES = ("std", "leave_one_out_std", "batch_std", "none")
@@ -61,7 +61,8 @@ def test_unscored_rollout_leaves_the_others_alone(bad: float) -> None:
 
 
 def test_leave_one_out_by_hand() -> None:
-    assert advantages([1, 0, 0, 0], baseline="leave_one_out", scale="none") == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    got = advantages([1, 0, 0, 0], baseline="leave_one_out", scale="none")
+    assert got == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
     # Others of the first have std 0: not divided. Others of a zero: {1, 0, 0} with std sqrt(1/3).
     got = advantages([1, 0, 0, 0], baseline="leave_one_out", scale="leave_one_out_std", eps=0.0)
     assert got == pytest.approx([1.0] + [-1 / 3 * math.sqrt(3)] * 3, abs=1e-6)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compare import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mc import ops
 from grpo_mc.ops import reference
 from grpo_mc.ops.policy_loss import METRICS
+from helpers.compare import assert_close
 
 KINDS = ("clip", "gspo", "gspo_token", "cispo", "reinforce")
 AGGREGATIONS = (
@@ -138,15 +138,26 @@ def test_k3_saturates_and_keeps_small_values(dtype: torch.dtype) -> None:
     logprobs = torch.zeros(8, dtype=dtype, requires_grad=True)
     ones = torch.ones(8, dtype=torch.bool)
     loss, _ = ops.policy_loss(
-        logprobs, torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=dtype), ones, **BASE, kl="k3", beta=1.0,
+        logprobs,
+        torch.zeros(8, dtype=dtype),
+        torch.zeros(8, dtype=dtype),
+        ones,
+        **BASE,
+        kl="k3",
+        beta=1.0,
         ref_logprobs=d,
     )
     loss.backward()
     kl = []
     for value in d:
         _, metrics = ops.policy_loss(
-            torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), ones[:1], **BASE,
-            kl="k3", ref_logprobs=value[None],
+            torch.zeros(1, dtype=dtype),
+            torch.zeros(1, dtype=dtype),
+            torch.zeros(1, dtype=dtype),
+            ones[:1],
+            **BASE,
+            kl="k3",
+            ref_logprobs=value[None],
         )
         kl.append(float(metrics["kl_sum"]))
     assert kl[:2] == pytest.approx([0.148721, 0.106531], abs=1e-6)
@@ -291,8 +302,16 @@ def test_opcheck(kind: str, dtype: torch.dtype) -> None:
         optional = [inputs[n] if n != "ref_logprobs" or kl else None for n in names]
         arguments = [inputs[n] for n in ("logprobs", "old_logprobs", "advantages", "loss_mask")] + optional
         options = {
-            "kind": kind, "clip_low": 0.2, "clip_high": 0.3, "dual_clip": None, "kl": kl, "kl_gradient": "direct",
-            "beta": 0.1 if kl else 0.0, "entropy_coef": entropy_coef, "aggregation": "group_mean", "norm_length": None,
+            "kind": kind,
+            "clip_low": 0.2,
+            "clip_high": 0.3,
+            "dual_clip": None,
+            "kl": kl,
+            "kl_gradient": "direct",
+            "beta": 0.1 if kl else 0.0,
+            "entropy_coef": entropy_coef,
+            "aggregation": "group_mean",
+            "norm_length": None,
         }
         denominator = torch.tensor(3.0, dtype=torch.float64)
         torch.library.opcheck(torch.ops.grpo_mc.policy_loss, (*arguments, denominator), options)
