@@ -138,7 +138,7 @@ def _set_rng_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = Fal
 
 
 def _sizes_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron-Core converts split sizes to numpy only when they come from a GPU; its collectives need the numpy form."""
+    """Megatron-Core makes split sizes numpy only when they come from a GPU; its collectives need the numpy form."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -257,11 +257,11 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _uncompiled(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Functions that Megatron-Core wrapped in torch.compile at import: compiling them on the CPU costs more than it gains."""
+    """What Megatron-Core wrapped in torch.compile at import: compiling it on the CPU costs more than it gains."""
     for name, value in list(vars(owner).items()):
-        original = getattr(value, "_torchdynamo_orig_callable", None)
-        if original is not None:
-            yield name, original
+        # Functions only: where a package is missing Megatron-Core puts mocks, which have every attribute.
+        if isinstance(value, types.FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
+            yield name, value._torchdynamo_orig_callable
 
 
 def install() -> bool:
