@@ -15,7 +15,7 @@ from helpers.processes import REPOSITORY
 SMOKE = REPOSITORY / "configs/smoke/cpu.yaml"
 BASE = (
     "model.init=pretrained", "model.tokenizer=null", "algorithm.beta=0", "evaluation.source=null", "checkpoint.every=0",
-    "optimizer.schedule=constant", "optimizer.warmup_steps=0", "monitor.progress=false",
+    "optimizer.schedule=constant", "optimizer.warmup_steps=0", "monitor.progress=false", "rollout.max_new_tokens=5",
     'rewards.functions=[{type: regex, name: early, pattern: "[A-Oa-o]"}, {type: regex, name: digit, pattern: "[0-9]"}]',
 )  # fmt: skip
 """configs/smoke/cpu.yaml with a byte tokenizer, whose rewards vary inside most groups, and little around the steps."""

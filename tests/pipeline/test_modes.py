@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,26 +9,25 @@ import pytest
 from grpo_mc.pipeline.rollout_log import RolloutLog, read_rollouts
 from helpers.runs import comparable, model_bytes, run, tiny_config
 
-Build = Callable[..., Path]
 HARD = ("algorithm.epochs=2", "algorithm.minibatches=2", "algorithm.beta=0.05", "algorithm.filter_zero_variance=true")
 """An objective with several optimizer steps per batch, reference log-probs and a filter."""
 
 
 @pytest.fixture(scope="module")
-def recorded(tiny_model: Build, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     """A run directory and its metrics."""
     folder = tmp_path_factory.mktemp("recorded")
-    _, sink = run(tiny_config(tiny_model(), folder, *HARD))
+    _, sink = run(tiny_config(model, folder, *HARD))
     assert sum(line["optimizer/steps"] for line in sink.metrics) > 6, "it must have trained for the test to mean much"
     return folder, sink.metrics
 
 
 def test_replayed_rollouts_give_the_same_weights_bit_for_bit(
-    tiny_model: Build, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
+    model: Path, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     folder, metrics = recorded
     config = tiny_config(
-        tiny_model(), tmp_path, *HARD, "pipeline.mode=train_only", f"pipeline.replay={folder}", "data.train=null",
+        model, tmp_path, *HARD, "pipeline.mode=train_only", f"pipeline.replay={folder}", "data.train=null",
         "rewards.functions=[]",
     )  # fmt: skip
     _, sink = run(config)
@@ -41,42 +39,44 @@ def test_replayed_rollouts_give_the_same_weights_bit_for_bit(
 
 
 def test_later_rollouts_replayed_from_the_start_are_ahead_of_the_policy(
-    tiny_model: Build, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
+    model: Path, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     last = recorded[0] / "rollouts/step_00000003.parquet"
     overrides = ["pipeline.mode=train_only", f"pipeline.replay={last}", "run.steps=1"]
-    _, sink = run(tiny_config(tiny_model(), tmp_path, *HARD, *overrides))
+    _, sink = run(tiny_config(model, tmp_path, *HARD, *overrides))
     assert sink.metrics[0]["staleness/max"] == sink.metrics[0]["staleness/mean"] == -2
 
 
 def test_a_replay_that_does_not_fit_says_what_to_change(
-    tiny_model: Build, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
+    model: Path, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     folder = recorded[0]
     short = tiny_config(
-        tiny_model(), tmp_path / "short", "pipeline.mode=train_only", f"pipeline.replay={folder}", "run.steps=4"
+        model, tmp_path / "short", "pipeline.mode=train_only", f"pipeline.replay={folder}", "run.steps=4"
     )
-    with pytest.raises(ValueError, match="holds the rollouts of 3 steps but run.steps is 4; set run.steps to at most 3"):
+    with pytest.raises(
+        ValueError, match="the rollouts of 3 steps but run.steps is 4; set run.steps to at most 3"
+    ):
         run(short)
     foreign = read_rollouts(folder)[0][1]
     foreign[0].rollouts[0].segments[0].token_ids[0] = 5000
     RolloutLog(tmp_path).write(1, foreign)
     config = tiny_config(
-        tiny_model(), tmp_path / "foreign", "pipeline.mode=train_only", f"pipeline.replay={tmp_path}", "run.steps=1"
+        model, tmp_path / "foreign", "pipeline.mode=train_only", f"pipeline.replay={tmp_path}", "run.steps=1"
     )
     with pytest.raises(ValueError, match="holds token 5000 but the model knows 264 tokens"):
         run(config)
 
 
 def test_rollout_only_samples_what_training_would_and_builds_no_optimizer(
-    tiny_model: Build, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("an optimizer was built")
 
     monkeypatch.setattr("grpo_mc.pipeline.run.Policy", refuse)
     monkeypatch.setattr("grpo_mc.pipeline.run.build_reference", refuse)
-    result, sink = run(tiny_config(tiny_model(), tmp_path, *HARD, "pipeline.mode=rollout_only"))
+    result, sink = run(tiny_config(model, tmp_path, *HARD, "pipeline.mode=rollout_only"))
     assert result.model_dir is None and result.steps == 3
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "model").exists()
     assert [line["policy/version"] for line in sink.metrics] == [0, 0, 0]
@@ -92,15 +92,15 @@ def test_rollout_only_samples_what_training_would_and_builds_no_optimizer(
             assert [rollout.text for rollout in group.rollouts] == texts
 
 
-def test_rollout_only_keeps_groups_of_one(tiny_model: Build, tmp_path: Path) -> None:
+def test_rollout_only_keeps_groups_of_one(model: Path, tmp_path: Path) -> None:
     overrides = ("pipeline.mode=rollout_only", "rollout.group_size=1", "run.steps=1", "algorithm.max_refills=2")
-    _, sink = run(tiny_config(tiny_model(), tmp_path, *overrides))
+    _, sink = run(tiny_config(model, tmp_path, *overrides))
     assert sink.metrics[0]["filter/rounds"] == 1
     assert [len(group.rollouts) for group in sink.groups[0]] == [1, 1, 1, 1]
 
 
-def test_rollout_only_refuses_to_resume_instead_of_deleting_rollouts(tiny_model: Build, tmp_path: Path) -> None:
-    config = tiny_config(tiny_model(), tmp_path, "pipeline.mode=rollout_only", "run.steps=1")
+def test_rollout_only_refuses_to_resume_instead_of_deleting_rollouts(model: Path, tmp_path: Path) -> None:
+    config = tiny_config(model, tmp_path, "pipeline.mode=rollout_only", "run.steps=1")
     run(config)
     with pytest.raises(ValueError, match="rollout_only.*another run.dir and run.seed"):
         run(config, resume=True)
@@ -108,9 +108,9 @@ def test_rollout_only_refuses_to_resume_instead_of_deleting_rollouts(tiny_model:
 
 
 def test_train_only_goes_on_where_it_stopped(
-    tiny_model: Build, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
+    model: Path, recorded: tuple[Path, list[dict[str, float]]], tmp_path: Path
 ) -> None:
     replay = (*HARD, "pipeline.mode=train_only", f"pipeline.replay={recorded[0]}")
-    run(tiny_config(tiny_model(), tmp_path, *replay, "run.steps=1"))
-    run(tiny_config(tiny_model(), tmp_path, *replay, "run.steps=3"), resume=True)
+    run(tiny_config(model, tmp_path, *replay, "run.steps=1"))
+    run(tiny_config(model, tmp_path, *replay, "run.steps=3"), resume=True)
     assert model_bytes(tmp_path) == model_bytes(recorded[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from grpo_mc.pipeline.rollout_log import read_rollouts
 from grpo_mc.pipeline.stop import Interrupted
 from helpers.runs import comparable, model_bytes, own_environment, read_lines, run, run_with_files, tiny_config
 
-Build = Callable[..., Path]
 EVALUATION = (
     "{kind: reasoning_gym, task: chain_sum, size: 3, seed: 7, template: '{expression} =', chat: false, options:"
     " {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}"
@@ -46,9 +44,9 @@ def facts(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_model: Build, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run_with_files(tiny_config(tiny_model(), folder, *OVERRIDES))
+    run_with_files(tiny_config(model, folder, *OVERRIDES))
     found = facts(folder)
     assert [line["step"] for line in found["evaluations"]] == [0, 2, 4]
     assert all(line["grad/norm"] > 0 for line in found["metrics"]), "it must train for the test to mean much"
@@ -87,20 +85,18 @@ def run_until(config: Any, stage: str, steps_done: int, *, resume: bool = False)
     ("stage", "steps_done", "saved"),
     [
         ("evaluation", 0, 0),  # before anything: the evaluation is not made twice
-        ("rollout", 0, 0),
         ("rewards", 1, 1),  # given up: the same prompts are drawn again
         ("inference", 2, 2),
         ("train", 1, 2),  # finished, but the evaluation that is due after it waits for the resume
         ("evaluation", 2, 2),
-        ("checkpoint", 2, 2),
         ("train", 3, 4),
         ("evaluation", 4, 4),  # only the export is left
     ],
 )
 def test_stopped_at_any_stage_and_resumed_is_the_uninterrupted_run(
-    tiny_model: Build, tmp_path: Path, uninterrupted: dict[str, Any], stage: str, steps_done: int, saved: int
+    model: Path, tmp_path: Path, uninterrupted: dict[str, Any], stage: str, steps_done: int, saved: int
 ) -> None:
-    config = tiny_config(tiny_model(), tmp_path, *OVERRIDES)
+    config = tiny_config(model, tmp_path, *OVERRIDES)
     message = run_until(config, stage, steps_done)
     assert message == (
         f"stopped by SIGTERM after step {saved}, which is saved; go on with `grpo-mc train --resume {tmp_path}`"
@@ -113,8 +109,8 @@ def test_stopped_at_any_stage_and_resumed_is_the_uninterrupted_run(
     assert found == {name: value for name, value in uninterrupted.items() if name != "checkpoints"}
 
 
-def test_resumed_twice(tiny_model: Build, tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
-    config = tiny_config(tiny_model(), tmp_path, *OVERRIDES)
+def test_resumed_twice(model: Path, tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    config = tiny_config(model, tmp_path, *OVERRIDES)
     run_until(config, "rollout", 1)
     run_until(config, "train", 2, resume=True)
     run_with_files(config, resume=True)
@@ -124,7 +120,7 @@ def test_resumed_twice(tiny_model: Build, tmp_path: Path, uninterrupted: dict[st
 
 @pytest.mark.parametrize(("steps_done", "kept"), [(1, 0), (3, 2)])
 def test_killed_without_notice_it_goes_on_from_the_last_checkpoint(
-    tiny_model: Build, tmp_path: Path, uninterrupted: dict[str, Any], steps_done: int, kept: int
+    model: Path, tmp_path: Path, uninterrupted: dict[str, Any], steps_done: int, kept: int
 ) -> None:
     """The run directory as it is at a moment in the middle of a step is what a killed process leaves."""
     image, source = tmp_path / "killed", tmp_path / "run"
@@ -146,22 +142,22 @@ def test_killed_without_notice_it_goes_on_from_the_last_checkpoint(
             super().step(step, metrics)
             self.done = step
 
-    config = tiny_config(tiny_model(), source, *OVERRIDES)
+    config = tiny_config(model, source, *OVERRIDES)
     with own_environment(), Copying(source, config) as monitor:
         train(config, resume_dir=None, sink=monitor)
     assert [line["step"] for line in read_lines(image / "metrics.jsonl")] == list(range(1, steps_done + 1))
     with open(image / "metrics.jsonl", "a") as torn:
         torn.write('{"step": 9, "rew')
-    run_with_files(tiny_config(tiny_model(), image, *OVERRIDES), resume=True)
+    run_with_files(tiny_config(model, image, *OVERRIDES), resume=True)
     found = facts(image)
     assert found.pop("checkpoints") == (["step_2", "step_4"])
     assert found == {name: value for name, value in uninterrupted.items() if name != "checkpoints"}
 
 
-def test_more_steps_on_resume_go_on_along_the_longer_schedule(tiny_model: Build, tmp_path: Path) -> None:
-    config = tiny_config(tiny_model(), tmp_path, "run.steps=2", "optimizer.schedule=linear", "optimizer.lr=1e-3")
+def test_more_steps_on_resume_go_on_along_the_longer_schedule(model: Path, tmp_path: Path) -> None:
+    config = tiny_config(model, tmp_path, "run.steps=2", "optimizer.schedule=linear", "optimizer.lr=1e-3")
     run(config)
-    longer = tiny_config(tiny_model(), tmp_path, "run.steps=4", "optimizer.schedule=linear", "optimizer.lr=1e-3")
+    longer = tiny_config(model, tmp_path, "run.steps=4", "optimizer.schedule=linear", "optimizer.lr=1e-3")
     result, sink = run(longer, resume=True)
     assert result.steps == 4
     assert [line["step"] for line in sink.metrics] == [3, 4]
@@ -173,7 +169,7 @@ def test_more_steps_on_resume_go_on_along_the_longer_schedule(tiny_model: Build,
     assert load_config(tmp_path / "config.yaml").run.steps == 4, "the next resume goes on to the same end"
 
 
-def test_a_checkpoint_of_another_seed_is_refused(tiny_model: Build, tmp_path: Path) -> None:
-    run(tiny_config(tiny_model(), tmp_path, "run.steps=1"))
+def test_a_checkpoint_of_another_seed_is_refused(model: Path, tmp_path: Path) -> None:
+    run(tiny_config(model, tmp_path, "run.steps=1"))
     with pytest.raises(ValueError, match="seed 0 \\(now 5\\)"):
-        run(tiny_config(tiny_model(), tmp_path, "run.steps=2", "run.seed=5"), resume=True)
+        run(tiny_config(model, tmp_path, "run.steps=2", "run.seed=5"), resume=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,10 +60,10 @@ def test_the_message_names_the_cause(metrics: dict[str, float], cause: str, advi
 
 
 @pytest.fixture(scope="module")
-def start(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The exported weights of a run of no steps."""
     folder = tmp_path_factory.mktemp("start")
-    run(tiny_config(tiny_model(), folder, "run.steps=0"))
+    run(tiny_config(model, folder, "run.steps=0"))
     return model_bytes(folder)
 
 
@@ -73,11 +72,9 @@ MASKED = ("algorithm.mask_truncated=true", "rollout.ignore_eos=true")
 
 
 @pytest.mark.parametrize("overrides", [(*FILTERED, "algorithm.max_refills=2"), MASKED], ids=["filtered", "masked"])
-def test_an_empty_batch_changes_nothing(
-    tiny_model: Callable[..., Path], tmp_path: Path, start: bytes, overrides: tuple[str, ...]
-) -> None:
+def test_an_empty_batch_changes_nothing(model: Path, tmp_path: Path, start: bytes, overrides: tuple[str, ...]) -> None:
     more = ("optimizer.weight_decay=0.1", "algorithm.minibatches=2", "algorithm.beta=0.1", "run.steps=2")
-    result, sink = run(tiny_config(tiny_model(), tmp_path, *overrides, *more))
+    result, sink = run(tiny_config(model, tmp_path, *overrides, *more))
     assert result.steps == 2
     for line in sink.metrics:
         assert (line["optimizer/steps"], line["optimizer/empty_steps"]) == (0, 2)
@@ -90,9 +87,9 @@ def test_an_empty_batch_changes_nothing(
 
 
 def test_a_run_that_only_meets_empty_batches_saves_and_ends(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_mc.pipeline.stall.MAX_EMPTY_BATCHES", 2)
     with pytest.raises(NothingToTrain, match="2 batches in a row were empty; in step 2, of 4 groups 4 were left out"):
-        run(tiny_config(tiny_model(), tmp_path, *FILTERED, "run.steps=9"))
+        run(tiny_config(model, tmp_path, *FILTERED, "run.steps=9"))
     assert (tmp_path / "checkpoints/step_2/COMPLETE").is_file()
