@@ -40,7 +40,7 @@ def is_first_rank() -> bool:
 
 
 def quiet_libraries() -> None:
-    """Silences notes of Megatron-Core that say nothing to a user: about packages it can do without, and about itself."""
+    """Silences notes of Megatron-Core that say nothing to a user: on packages it can do without, and on itself."""
     for message in _NOTES:
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
 

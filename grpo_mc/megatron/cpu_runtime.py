@@ -40,9 +40,7 @@ _MODULES = (
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
 )
 
-_FACTORIES = (
-    "tensor zeros empty ones full arange rand randn randint as_tensor empty_like zeros_like ones_like".split()
-)
+_FACTORIES = "tensor zeros empty ones full arange rand randn randint as_tensor empty_like zeros_like ones_like".split()
 
 
 class _Stream:
@@ -165,6 +163,7 @@ def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 _METHODS = {"cuda": _cuda, "type": _type}
 
+
 def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     """A collective that does nothing in place in a group of one. Gloo would copy the whole buffer onto itself."""
 
@@ -222,9 +221,7 @@ ENTRIES: tuple[tuple[str, str, Any, str], ...] = (
     (
         "megatron.core.tensor_parallel.layers",
         "fused_weight_gradient_mlp_cuda",
-        types.SimpleNamespace(
-            wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
-        ),
+        types.SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient),
         "an extension for CUDA; see grad_accumulation",
     ),
     (

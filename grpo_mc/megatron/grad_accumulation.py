@@ -2,8 +2,8 @@
 
 Megatron-Core's linear layers can add their weight gradient to `weight.main_grad` inside the matrix product, through an
 extension that exists for CUDA only. Here the product is BLAS's own accumulating one, plugged in where that extension is
-looked up (cpu_runtime.ENTRIES), and the embedding does the same: its gradient touches only the rows that were looked up,
-so no dense gradient of the whole table is made. Without this, every weight's gradient is written, read and added again.
+looked up (cpu_runtime.ENTRIES), and the embedding does the same: its gradient touches only the rows that were looked
+up, so no dense gradient of the whole table is made. Without this, every weight's gradient is written, read and added.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def accumulate_into_buffers(model: torch.nn.Module) -> None:
         if weight is None or not hasattr(weight, "main_grad") or weight.device.type != "cpu":
             continue
         if hasattr(module, "gradient_accumulation_fusion"):
-            module.gradient_accumulation_fusion = True
+            setattr(module, "gradient_accumulation_fusion", True)  # noqa: B010 - mypy takes it for a submodule
         if type(module).__name__ == "VocabParallelEmbedding":
             setattr(weight, _MARK, True)
             # Set by Megatron-Core where embedding and output layer share a weight, for the embedding's dense gradient.
-            weight.zero_out_wgrad = False
+            setattr(weight, "zero_out_wgrad", False)  # noqa: B010

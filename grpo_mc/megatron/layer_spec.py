@@ -45,6 +45,9 @@ class RMSNorm(torch.nn.Module):
 class LayoutAttention(torch.nn.Module):
     """Core attention that leaves the structure of the batch to its layout (`packed_seq_params`)."""
 
+    inverse_frequencies: Tensor
+    """[D / 2] float32."""
+
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: Any
     ) -> None:
@@ -54,7 +57,8 @@ class LayoutAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.scale = softmax_scale if softmax_scale is not None else head_dim**-0.5
         theta, scaling = config.rope_theta, config.rope_scaling  # type: ignore[attr-defined]
-        self.register_buffer("inverse_frequencies", rope_inverse_frequencies(head_dim, theta, scaling), persistent=False)
+        frequencies = rope_inverse_frequencies(head_dim, theta, scaling)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(
         self,

@@ -94,7 +94,9 @@ class PrefixBlock:
         return slice(self.start, self.start + self.prompt_length)
 
 
-def make_block(start: int, prompt_length: int, starts: list[int], lengths: list[int], device: torch.device) -> PrefixBlock:
+def make_block(
+    start: int, prompt_length: int, starts: list[int], lengths: list[int], device: torch.device
+) -> PrefixBlock:
     """The block of a prompt at row `start` whose responses begin at `starts` and have `lengths` tokens (0 is legal)."""
     fed = [(s, n) for s, n in zip(starts, lengths, strict=True) if n > 0]
     if not fed:

@@ -1,7 +1,8 @@
 """Log-probs and entropies of scored tokens from logits that are split over the tensor-parallel ranks.
 
-Each rank reads its own columns once (`token_logprob_stats`); four numbers a row are merged over the group, so neither the
-logits nor the softmax of the whole vocabulary exist anywhere. Backward is local: each rank knows the merged statistics.
+Each rank reads its own columns once (`token_logprob_stats`); four numbers a row are merged over the group, so neither
+the logits nor the softmax of the whole vocabulary exist anywhere. Backward is local: each rank knows the merged
+statistics.
 
 Shapes: S scored tokens, V vocabulary, V' columns of one rank (padding included).
 """
@@ -24,7 +25,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, logits: Tensor, targets: Tensor, vocab_start: int, vocab_size: int, temperature: float, group: Any
     ) -> tuple[Tensor, Tensor]:
-        options = dict(vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature)
+        options: dict[str, Any] = dict(vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature)
         largest, sumexp, sum_p_logit, target = (x.double() for x in token_logprob_stats(logits, targets, **options))
         top = largest.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)

@@ -149,7 +149,8 @@ def build_mesh(
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 1)
     model_group = parallel_state.get_model_parallel_group()
-    tp_group, pp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
     pp_ranks, tp_ranks = dist.get_process_group_ranks(pp_group), dist.get_process_group_ranks(tp_group)
     model_ranks = dist.get_process_group_ranks(model_group)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -160,7 +161,8 @@ def build_mesh(
         tp=tp, pp=pp, ep=ep, cp=cp, dp=actual_dp, rank=dist.get_rank(), world_size=world, device=device,
         etp=parallel_state.get_expert_tensor_parallel_world_size(),
         tp_rank=tp_rank, pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(), etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(), tp_group=tp_group, pp_group=pp_group,
         dp_group=parallel_state.get_data_parallel_group(), ep_group=parallel_state.get_expert_model_parallel_group(),
         model_group=model_group, model_leader=min(model_ranks), last_stage_leader=last_stage_leader,

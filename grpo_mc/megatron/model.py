@@ -124,7 +124,7 @@ def build_model(architecture: ModelArchitecture, mesh: Mesh, config: PolicyConfi
     )
     model = PolicyModel(
         config,
-        spec,  # type: ignore[arg-type] - GPTModel hands it to TransformerBlock, which takes block submodules too
+        spec,  # type: ignore[arg-type]  # GPTModel hands it to TransformerBlock, which takes block submodules too
         vocab_size=padded_vocab_size(architecture.vocab_size, mesh.tp),
         max_sequence_length=architecture.max_positions,
         pre_process=mesh.is_first_stage,

@@ -1,7 +1,7 @@
 """The policy on its mesh: scoring passes and optimizer steps, through Megatron-Core's own schedule.
 
-`Policy` owns the model, its DDP wrapper and its optimizer. What it is handed are micro-batches that already carry global
-denominators: the loss of a batch is the plain sum over micro-batches and data-parallel ranks.
+`Policy` owns the model, its DDP wrapper and its optimizer. What it is handed are micro-batches that already carry
+global denominators: the loss of a batch is the plain sum over micro-batches and data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _run_schedule(
     model: Any, policy: PolicyModel, micro_batches: Sequence[MicroBatch],
     on_logits: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool,
 ) -> list[Any]:  # fmt: skip
-    """Megatron-Core's schedule over the micro-batches; `on_logits` runs on the last stage. Returns what it collected."""
+    """Megatron-Core's schedule over the micro-batches; `on_logits` runs on the last stage. Returns what it collects."""
 
     def forward_step(batches: Iterator[MicroBatch], stage: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
@@ -123,7 +123,7 @@ class Policy:
         """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        collected: list[dict[str, Tensor]] = _run_schedule(
+        collected: list[dict[str, float]] = _run_schedule(
             self.ddp, self.model, micro_batches, partial(self._loss, denominators), forward_only=False
         )
         return self._sum_over_ranks(add_sums(collected))

@@ -118,7 +118,7 @@ def _from_stage(names: list[str], stage: int, pp_ranks: list[int], mesh: Mesh) -
 def _to_rank_zero(
     tensors: dict[str, Tensor], stage: int, mesh: Mesh, *, is_expert: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Sends a parameter's tensors to rank 0: from rank 0's pipeline group, and for experts from its expert group too."""
+    """Sends a parameter's tensors to rank 0, from its pipeline group, and for experts from its expert group too."""
     if is_expert and mesh.ep > 1 and mesh.pp_rank == stage:
         boxes: list[dict[str, Tensor] | None] = [None] * mesh.ep
         dist.all_gather_object(boxes, tensors, group=mesh.ep_group)
