@@ -53,7 +53,8 @@ def cases() -> Iterator[Case]:
                 return ops.paged_attention(*inputs, scale=dim**-0.5)
 
             def baseline(_: None, inputs: tuple[Tensor, ...] = inputs, dim: int = dim) -> Tensor:
-                return torch_attention(*inputs, scale=dim**-0.5)
+                query, keys, values, tables, lengths = inputs
+                return torch_attention(query, keys, values, tables, lengths, dim**-0.5)
 
             def error(result: Tensor, inputs: tuple[Tensor, ...] = inputs, dim: int = dim) -> float:
                 wide = [x.double() if x.is_floating_point() else x for x in inputs]

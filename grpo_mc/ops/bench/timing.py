@@ -7,6 +7,7 @@ logits that the operator overwrites) is done in `prepare` and not timed.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
 import time
@@ -73,6 +74,10 @@ def peak_bytes(function: Callable[[Any], Any], prepare: Callable[[], Any]) -> in
     """Most memory one run held beyond what was resident before it; None where the kernel does not let us reset it."""
     argument = prepare()
     gc.collect()
+    # Freed memory that the C library keeps would hide what the run takes.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
     except OSError:
