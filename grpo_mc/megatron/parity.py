@@ -12,6 +12,7 @@ time, and what is left of it is ended before the next.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import multiprocessing
@@ -189,6 +190,7 @@ def _rank_main(layout: ParityLayout, model: str | None, rank: int, folder: Path,
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.dump_traceback_later(0.9 * timeout_s)  # shows where a rank hangs, just before it is ended
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.processes), LOCAL_RANK=str(rank))
     from grpo_mc.megatron.parity_rank import measure_layout
 
