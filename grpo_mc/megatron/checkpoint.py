@@ -38,8 +38,8 @@ T = TypeVar("T")
 def save_checkpoint(policy: Policy, mesh: Mesh, directory: Path, extra: dict[str, Any]) -> None:
     """Saves weights, optimizer state and host state as one checkpoint.
 
-    It is written to `directory` + ".tmp" and renamed when every rank has written its part. A checkpoint of the same name
-    is replaced, and so is what a killed save of it left.
+    It is written to `directory` + ".tmp" and renamed when every rank has written its part. A checkpoint of the same
+    name is replaced, and so is what a killed save of it left.
 
     Args:
         directory: checkpoints/step_N, on a file system that all ranks share.

@@ -10,8 +10,8 @@
             COMPLETE             written last; holds the manifest's checksum
         step_20.tmp/             a save that is running, or was killed
 
-A folder counts as a checkpoint only if `fault_of` finds nothing: the marker, the manifest it vouches for, and every file
-of the manifest with its size. Whatever else lies there is named and left alone; only `prune` removes (complete
+A folder counts as a checkpoint only if `fault_of` finds nothing: the marker, the manifest it vouches for, and every
+file of the manifest with its size. Whatever else lies there is named and left alone; only `prune` removes (complete
 checkpoints that are not to be kept), and a save of step N replaces `step_N.tmp` and `step_N`.
 """
 
@@ -112,7 +112,7 @@ def write_manifest(folder: Path, shard_files: Iterable[str]) -> None:
 
 
 def publish(temporary: Path, directory: Path) -> None:
-    """Turns a written and listed folder into a checkpoint: rename, then the marker. Replaces a checkpoint of that name."""
+    """Turns a written and listed folder into a checkpoint: rename, then the marker. Replaces one of the same name."""
     replaced = directory.with_name(directory.name + ".replaced")
     sync_folder(temporary)
     if directory.exists():

@@ -3,9 +3,9 @@
 The weights come from Megatron-Core's `sharded_state_dict`. The optimizer state does not: of the formats that
 Megatron-Core 0.16 offers, the one that loads on another layout ("fully_reshardable") first gathers the whole state on
 every data-parallel rank, once for the weights and once for each moment. Here each rank's part is described where it
-lies instead. The distributed optimizer gives a rank a range of a flattened parameter; such a range is a few boxes of the
-parameter (the rest of a row, whole rows, the start of a row), a box is a view of the flat state, and a sharded tensor
-may consist of any boxes. Nothing is gathered or copied, every rank writes what it owns, and what is loaded goes
+lies instead. The distributed optimizer gives a rank a range of a flattened parameter; such a range is a few boxes of
+the parameter (the rest of a row, whole rows, the start of a row), a box is a view of the flat state, and a sharded
+tensor may consist of any boxes. Nothing is gathered or copied, every rank writes what it owns, and what is loaded goes
 straight into the live tensors. Global keys and shapes do not depend on the layout (one key a layer and expert).
 
 Main weights are saved with the optimizer only where they are not the model's own (bf16 models).
@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory

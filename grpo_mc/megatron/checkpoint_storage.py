@@ -14,7 +14,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -48,6 +48,16 @@ _PICKLED = {
 
 def _section(item: WriteItem) -> str:
     return _OPTIMIZER if item.index.fqn.startswith("optimizer.") else _WEIGHTS
+
+
+def _save_tensor(tensor: torch.Tensor, stream: IO[bytes]) -> None:
+    """torch.save, but what the operating system refused comes out as the OSError that it was."""
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 class ShardWriter(FileSystemWriter):
@@ -88,7 +98,7 @@ class ShardWriter(FileSystemWriter):
                 if tensor.untyped_storage().nbytes() != tensor.nbytes:
                     tensor = tensor.clone()  # torch.save writes whole storages
                 offset = stream.tell()
-                torch.save(tensor, stream)
+                _save_tensor(tensor, stream)
                 length = stream.tell() - offset
                 results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
             stream.flush()
@@ -159,7 +169,5 @@ def read_shards(shards: Sequence[ShardedTensor], folder: Path) -> None:
     dcp.load(
         mcore_to_pyt_state_dict(_by_key(shards), is_loading=True),
         storage_reader=ShardReader(folder),
-        planner=MCoreLoadPlanner(
-            shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=padded
-        ),
+        planner=MCoreLoadPlanner(shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=padded),
     )
