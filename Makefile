@@ -57,8 +57,8 @@ lint: install-dev ## ruff (check, format) and mypy
 	$(BIN)/mypy grpo_mc
 
 ##@ Measure
-.PHONY: bench bench-ops bench-trl bench-rollout compare
-bench: bench-ops bench-rollout bench-trl ## every benchmark below, one after the other
+.PHONY: bench bench-ops bench-trl bench-rollout bench-scaling compare
+bench: bench-ops bench-rollout bench-trl bench-scaling ## every benchmark below, one after the other
 
 bench-ops: install ## each operator against its reference
 	for op in $$($(BIN)/python -m grpo_mc bench --list); do $(BIN)/python -m grpo_mc bench $$op $(ARGS); done
@@ -70,6 +70,9 @@ bench-trl: install-bench smollm2 ## seconds a step and peak memory against TRL's
 bench-rollout: install-bench smollm2 ## sampled tokens a second against transformers' generate
 	$(BIN)/python benchmarks/generate_rollout.py --max-new-tokens 16 $(ARGS)
 	$(BIN)/python benchmarks/generate_rollout.py --max-new-tokens 128 $(ARGS)
+
+bench-scaling: install-bench smollm2 ## dp=2 against independent processes
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 compare: install-bench smollm2 ## held-out accuracy over time against TRL, three seeds each (about two hours)
 	$(BIN)/python benchmarks/learning.py --seeds 0 1 2 $(ARGS)

