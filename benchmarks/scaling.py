@@ -1,11 +1,11 @@
-"""Data parallelism on one machine: two processes that train one model, against processes that know nothing of each other.
+"""Data parallelism on one machine: two processes that train one model, against processes that work alone.
 
 python benchmarks/scaling.py
 
-Each process has one thread. Per round, alternating: dp=2 at 8 times the quickstart's batch, two independent runs of half
-that batch at the same time, dp=2 at the quickstart's batch, and one independent run of it. Printed: rollouts a second of
-each (medians over the rounds; of a process the median step, the first not counted), and two ratios: dp=2 against the sum
-of the two independent processes, and dp=2 against one process.
+Each process has one thread. Per round, alternating: dp=2 at 8 times the quickstart's batch, two independent runs of
+half that batch at the same time, dp=2 at the quickstart's batch, and one independent run of it. Printed: rollouts a
+second of each (medians over the rounds; of a process the median step, the first not counted), and two ratios: dp=2
+against the sum of the two independent processes, and dp=2 against one process.
 """
 
 from __future__ import annotations
