@@ -13,6 +13,7 @@ from grpo_mc.megatron.hf_checkpoint import locate_folder, open_checkpoint
 from grpo_mc.megatron.hf_config import ModelArchitecture, read_architecture
 from grpo_mc.megatron.mesh import Mesh, build_mesh
 from grpo_mc.megatron.model import PolicyModel, build_model, policy_config
+from grpo_mc.megatron.split_weights import mark_split_weights
 from grpo_mc.megatron.weights import load_weights
 from grpo_mc.rollout.native import NativeEngine
 
@@ -75,6 +76,7 @@ def load_model(
     settings.perform_initialization = config.init == "random"
     settings.init_method_std = architecture.initializer_range
     model = build_model(architecture, mesh, settings)
+    mark_split_weights(model)
     if config.init == "pretrained":
         load_weights(model, open_checkpoint(config.path, config.cache_dir), mesh)
     return model
