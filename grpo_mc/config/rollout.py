@@ -32,6 +32,8 @@ class RolloutConfig(Section):
     """Most responses decoded at once on one data-parallel rank; the others wait."""
     kv_block_size: int = Field(default=16, ge=1)
     """Tokens in a block of the KV cache."""
+    batch_invariant: bool = False
+    """Compute every row alike bit for bit, whatever the batch, the worker or a retry; slower, and tp is 2 at most."""
 
     @field_validator("stop")
     @classmethod

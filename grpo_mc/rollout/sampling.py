@@ -4,7 +4,7 @@ A token is drawn by inverting the cumulative distribution at one given uniform n
 function of the logits and the number. The log-prob reported is that of the tempered distribution over the whole
 vocabulary, the one that the trainer computes; top-k and top-p restrict what can be drawn and do not enter it.
 
-Shapes: B rows, V vocabulary.
+Shapes: S rows of logits, B draws, V vocabulary. The G first tokens of a group are draws from one row.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def restrict(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     all more likely tokens is still below top_p of the whole, so the most likely token always stays.
 
     Args:
-        probs: [B, V] float32.
+        probs: [S, V] float32.
 
     Returns:
-        [B, V] float32, not normalised again.
+        [S, V] float32, not normalised again.
     """
     size = probs.shape[-1]
     if not 0 < top_k < size:
@@ -81,7 +81,7 @@ def restrict(probs: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _nucleus(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """How many tokens top-p keeps of the top_k most likely, [B, 1] int64, and the least probability kept, [B, 1]."""
+    """How many tokens top-p keeps of the top_k most likely, [S, 1] int64, and the least probability kept, [S, 1]."""
     look = min(top_k, _NUCLEUS)
     while True:
         # Few tokens nearly always hold the mass, and finding them is much cheaper than sorting the vocabulary.
@@ -95,49 +95,55 @@ def _nucleus(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
     return counts, ordered.gather(-1, counts - 1).to(probs.dtype)
 
 
-def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draws one index per row with probability proportional to its weight.
+def invert_cdf(weights: Tensor, uniform: Tensor, rows: Tensor) -> Tensor:
+    """Draws indices with probability proportional to a row's weights.
 
     The first index whose cumulative weight exceeds uniform * total. Two levels, blocks then entries, in float64: exact
-    enough for any vocabulary, and one pass over the row.
+    enough for any vocabulary, and one pass over the weights.
 
     Args:
-        weights: [B, V] float32, not negative, each row with a positive sum.
+        weights: [S, V] float32, not negative, each row with a positive sum.
         uniform: [B] float64 in (0, 1).
+        rows: [B] int64, the row of weights that each draw is from.
 
     Returns:
         [B] int64.
     """
-    rows, size = weights.shape
+    size = weights.shape[1]
     blocks = -(-size // _BLOCK)
     padded = torch.nn.functional.pad(weights, (0, blocks * _BLOCK - size)) if size % _BLOCK else weights
-    tiles = padded.view(rows, blocks, _BLOCK)
-    edges = tiles.sum(-1).double().cumsum(-1)  # [B, blocks]
+    tiles = padded.view(-1, blocks, _BLOCK)
+    edges = tiles.sum(-1).double().cumsum(-1)[rows]  # [B, blocks]
+    total = edges[:, -1]
     # Below the total even where the product rounds up to it, so that the block found holds some weight.
-    target = torch.minimum(uniform * edges[:, -1], torch.nextafter(edges[:, -1], torch.zeros_like(edges[:, -1])))
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     block = torch.searchsorted(edges, target[:, None], right=True)[:, 0]
-    at = torch.arange(rows, device=weights.device)
-    before = torch.where(block > 0, edges[at, block - 1], 0.0)
-    inside = tiles[at, block].double()
+    before = torch.where(block > 0, edges.gather(-1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    inside = tiles[rows, block].double()
     within = torch.searchsorted(inside.cumsum(-1), (target - before)[:, None], right=True)[:, 0]
     # Rounding can leave the target just past the block's end: take its last entry that has any weight.
     last = _BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1)
     return block * _BLOCK + torch.minimum(within, last)
 
 
-def sample(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Draws one token per row.
+def sample(
+    logits: Tensor, uniform: Tensor, params: SamplingParams, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draws tokens.
 
     Args:
-        logits: [B, V], any float dtype, without vocabulary padding.
+        logits: [S, V], any float dtype, without vocabulary padding.
         uniform: [B] float64 in (0, 1).
+        rows: [B] int64, the row of logits that each draw is from; None = one draw from each row.
 
     Returns:
         tokens [B] int64 and log-probs [B] float32 under the tempered, unrestricted distribution.
 
     Raises:
-        ValueError: A row of logits holds NaN.
+        ValueError: A row of logits holds NaN or +inf.
     """
+    if rows is None:
+        rows = torch.arange(len(logits), device=logits.device)
     scaled = logits.float()
     if params.temperature not in (0.0, 1.0):
         scaled = scaled / params.temperature
@@ -145,8 +151,8 @@ def sample(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Ten
     if not torch.isfinite(probs[:, 0]).all():
         raise ValueError("sample: logits hold NaN or +inf; the weights have diverged (lower optimizer.lr)")
     if params.temperature == 0.0:
-        tokens = scaled.argmax(-1)
+        tokens = scaled.argmax(-1)[rows]
     else:
-        tokens = invert_cdf(restrict(probs, params.top_k, params.top_p), uniform)
+        tokens = invert_cdf(restrict(probs, params.top_k, params.top_p), uniform, rows)
     # In float64: log of float32 may depend on a row's place in its vector register.
-    return tokens, probs.gather(-1, tokens[:, None])[:, 0].double().log().float()
+    return tokens, probs[rows, tokens].double().log().float()

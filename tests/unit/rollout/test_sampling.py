@@ -48,7 +48,7 @@ def test_evenly_spaced_uniforms_give_even_counts(vocab_size: int) -> None:
     weights = torch.rand(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) ** 4
     weights[vocab_size // 3 : vocab_size // 2] = 0.0
     uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
-    tokens = invert_cdf(weights.expand(2000, -1), uniform)
+    tokens = invert_cdf(weights[None], uniform, torch.zeros(2000, dtype=torch.int64))
     assert (tokens.diff() >= 0).all()
     counts = torch.bincount(tokens, minlength=vocab_size)
     assert (counts - 2000 * weights.double() / weights.double().sum()).abs().max() < 1.01
@@ -163,7 +163,8 @@ def test_the_largest_uniform_stays_inside_the_vocabulary() -> None:
     weights[0, :3] = torch.tensor([0.1, 0.2, 0.3])
     weights[1, 1029] = 1e-30
     for value in (1.0, 1 - 2.0**-53, 1 - 2.0**-40):
-        assert invert_cdf(weights, torch.full((2,), value, dtype=torch.float64)).tolist() == [2, 1029]
+        uniform = torch.full((2,), value, dtype=torch.float64)
+        assert invert_cdf(weights, uniform, torch.arange(2)).tolist() == [2, 1029]
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e30])
@@ -186,6 +187,15 @@ def test_bfloat16_logits_are_computed_in_float32() -> None:
 def test_vocabulary_of_one() -> None:
     tokens, logprobs = _draws(torch.tensor([-7.5]), 5, top_k=1, top_p=0.5)
     assert tokens.tolist() == [0] * 5 and logprobs.tolist() == [0.0] * 5
+
+
+def test_several_draws_from_one_row() -> None:
+    logits, uniform = torch.randn(3, 2000, generator=torch.Generator().manual_seed(4)) * 2, _uniform(7)
+    rows = torch.tensor([2, 0, 0, 1, 2, 2, 0])
+    for options in ({}, {"temperature": 0.0}, {"top_k": 9, "top_p": 0.9, "temperature": 0.5}):
+        params = SamplingParams(**options)
+        shared, spread = sample(logits, uniform, params, rows), sample(logits[rows], uniform, params)
+        assert torch.equal(shared[0], spread[0]) and torch.equal(shared[1], spread[1])
 
 
 def test_no_rows() -> None:
