@@ -60,12 +60,13 @@ def save_checkpoint(policy: Policy, mesh: Mesh, directory: Path, extra: dict[str
     state = _from_rank_zero(mesh.rank, lambda: _state_file(policy, mesh, extra))
     try:
         write_shards(_shards(policy), temporary, on_written)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C, too, leaves no half of a checkpoint
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, CheckpointException):
-            raise _clear_error("save", directory, error) from _unless_os_error(error)
-        raise
+        if not isinstance(error, CheckpointException):
+            raise
+        dist.barrier()  # every rank is here; none goes on before the folder is gone
+        raise _clear_error("save", directory, error) from _unless_os_error(error)
 
 
 def load_checkpoint(policy: Policy, mesh: Mesh, directory: Path) -> dict[str, Any]:

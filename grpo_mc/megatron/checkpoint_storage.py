@@ -8,9 +8,12 @@ tell every rank.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import pickle
 import shutil
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,13 +54,17 @@ def _section(item: WriteItem) -> str:
 
 
 def _save_tensor(tensor: torch.Tensor, stream: IO[bytes]) -> None:
-    """torch.save, but what the operating system refused comes out as the OSError that it was."""
+    """torch.save with checksums; what the operating system refuses comes out as the OSError that it was."""
+    with_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
     try:
         torch.save(tensor, stream)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
+    finally:
+        torch.serialization.set_crc32_options(with_checksums)
 
 
 class ShardWriter(FileSystemWriter):
@@ -125,7 +132,20 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class ShardReader(FileSystemReader):
-    """Reads shards; from `.metadata` nothing but metadata."""
+    """Reads shards, each after its checksums; from `.metadata` nothing but metadata."""
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        """One stored tensor's bytes: a zip archive with checksums, which torch.save writes and torch.load ignores."""
+        file.seek(sinfo.offset)
+        content = io.BytesIO(file.read(sinfo.length))
+        try:
+            damaged = zipfile.ZipFile(content).testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if damaged:
+            raise OSError(errno.EIO, f"the content of {sinfo.relative_path} is not what was written")
+        content.seek(0)
+        return content
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as stream:
