@@ -66,7 +66,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     size = dist.get_world_size(group)
     if size == 1:
         return [tensor]
-    shards = [torch.empty_like(tensor) for _ in range(size)]
+    shards = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(size)]
     dist.all_gather(shards, tensor.contiguous(), group=group)
     return shards
 
@@ -120,17 +120,39 @@ def _to_rank_zero(
 ) -> Iterator[tuple[str, Tensor]]:
     """Sends a parameter's tensors to rank 0, from its pipeline group, and for experts from its expert group too."""
     if is_expert and mesh.ep > 1 and mesh.pp_rank == stage:
-        boxes: list[dict[str, Tensor] | None] = [None] * mesh.ep
-        dist.all_gather_object(boxes, tensors, group=mesh.ep_group)
-        tensors = {key: value for box in boxes for key, value in (box or {}).items()}
+        tensors = _join_experts(tensors, mesh)
     if mesh.pp > 1 and stage != 0:
         pp_ranks = dist.get_process_group_ranks(mesh.pp_group)
         if mesh.pp_rank == stage:
-            box = [tensors]
-            dist.send_object_list(box, pp_ranks[0], group=mesh.pp_group)
+            _send(tensors, pp_ranks[0], mesh)
         elif mesh.pp_rank == 0:
-            received: list[dict[str, Tensor]] = [{}]
-            dist.recv_object_list(received, pp_ranks[stage], group=mesh.pp_group)
-            tensors = received[0]
+            tensors = _receive(pp_ranks[stage], mesh)
     if mesh.rank == 0:
         yield from tensors.items()
+
+
+# Only names and shapes travel as objects: a pickled view would carry the whole buffer that it is a view of.
+
+
+def _join_experts(tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """The tensors of all expert-parallel ranks, which hold as many each, of the same shapes."""
+    names: list[list[str]] = [[]] * mesh.ep
+    dist.all_gather_object(names, list(tensors), group=mesh.ep_group)
+    gathered = [_gather(tensor, mesh.ep_group) for tensor in tensors.values()]
+    return {name: gathered[at][rank] for rank, owned in enumerate(names) for at, name in enumerate(owned)}
+
+
+def _send(tensors: dict[str, Tensor], rank: int, mesh: Mesh) -> None:
+    headers = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    dist.send_object_list([headers], rank, group=mesh.pp_group)
+    for tensor in tensors.values():
+        dist.send(tensor.contiguous(), rank, group=mesh.pp_group)
+
+
+def _receive(rank: int, mesh: Mesh) -> dict[str, Tensor]:
+    box: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[]]
+    dist.recv_object_list(box, rank, group=mesh.pp_group)
+    tensors = {name: torch.empty(shape, dtype=dtype, device=mesh.device) for name, shape, dtype in box[0]}
+    for tensor in tensors.values():
+        dist.recv(tensor, rank, group=mesh.pp_group)
+    return tensors
