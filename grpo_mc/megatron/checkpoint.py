@@ -32,6 +32,7 @@ __all__ = ["CheckpointError", "LatestCheckpoint", "find_latest", "load_checkpoin
 _log = logging.getLogger(__name__)
 _NOT_IN_WEIGHTS = {"max_positions", "eos_token_ids", "bos_token_id", "pad_token_id", "initializer_range"}
 """Fields of the architecture in which a checkpoint and a policy may differ."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 T = TypeVar("T")
 
 
@@ -66,7 +67,8 @@ def save_checkpoint(policy: Policy, mesh: Mesh, directory: Path, extra: dict[str
         if not isinstance(error, CheckpointException):
             raise
         dist.barrier()  # every rank is here; none goes on before the folder is gone
-        raise _clear_error("save", directory, error) from _unless_os_error(error)
+        clear, cause = _clear_error("save", directory, error)
+        raise clear from cause
 
 
 def load_checkpoint(policy: Policy, mesh: Mesh, directory: Path) -> dict[str, Any]:
@@ -86,7 +88,8 @@ def load_checkpoint(policy: Policy, mesh: Mesh, directory: Path) -> dict[str, An
     try:
         read_shards(_shards(policy), directory)
     except CheckpointException as error:
-        raise _clear_error("load", directory, error) from _unless_os_error(error)
+        clear, cause = _clear_error("load", directory, error)
+        raise clear from cause
     restore_host_state(policy.optimizer, state["optimizer"])
     extra: dict[str, Any] = state["extra"]
     return extra
@@ -171,23 +174,23 @@ def _from_rank_zero(rank: int, fn: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+def _clear_error(
+    operation: str, directory: Path, error: CheckpointException
+) -> tuple[BaseException, CheckpointException | None]:
+    """What to raise, on every rank, for the failures that torch gathered: the first of them in one line.
+
+    Returns:
+        It and its cause: the whole list, or None where the line says it all (the operating system refused, or it was
+        Ctrl-C).
+    """
     rank, (failure, _) = min(error.failures.items())
-    return rank, failure
-
-
-def _unless_os_error(error: CheckpointException) -> CheckpointException | None:
-    """The cause worth a traceback: none when the operating system refused, for which the message says it all."""
-    return None if isinstance(_first_failure(error)[1], OSError) else error
-
-
-def _clear_error(operation: str, directory: Path, error: CheckpointException) -> Exception:
-    rank, failure = _first_failure(error)
+    if not isinstance(failure, Exception):
+        return failure, None
     message = f"{operation} checkpoint {directory}: rank {rank}: {failure}"
-    if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(directory.parent).free / 1e9
+    if isinstance(failure, OSError) and failure.errno in _NO_SPACE:
+        free = shutil.disk_usage(next(parent for parent in directory.parents if parent.exists())).free / 1e9
         message += (
             f"; {free:.2f} GB are free there. Free space, lower checkpoint.keep_last or move run.dir;"
             " earlier checkpoints are untouched"
         )
-    return CheckpointError(message)
+    return CheckpointError(message), None if isinstance(failure, OSError) else error

@@ -26,7 +26,7 @@ LAYOUTS = {"one": (1, 1, 1), "dp2": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1
 """tp, pp, ep by name; all but the first on two processes."""
 VOCAB_SIZE = 263
 """Odd: under tp 2 the embedding has a row of padding, and its global shape is another."""
-MODELS = {"llama": {"vocab_size": VOCAB_SIZE}, "mixtral": {}}
+MODELS = {"llama": {"vocab_size": VOCAB_SIZE}, "mixtral": {"num_hidden_layers": 2}}
 """The first has tied embeddings: the last pipeline stage holds a copy."""
 SAVES = {
     1: [("llama", "one", "fp32"), ("mixtral", "one", "fp32"), ("llama", "one", "bf16")],
@@ -154,7 +154,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for model, changes in MODELS.items():
         build_tiny_model(folder / model, model, **changes)
     launches = [(1, SAVES[1], []), (2, SAVES[2], LOADS[2]), (1, [], LOADS[1])]
-    return [found for nproc, *work in launches for found in run_distributed(_work, nproc, folder, *work, init=False)]
+    return [
+        found
+        for nproc, *work in launches
+        for found in run_distributed(_work, nproc, folder, *work, init=False, timeout_s=300)
+    ]
 
 
 @pytest.mark.parametrize("case", [_case(*save) for saves in SAVES.values() for save in saves])

@@ -32,7 +32,7 @@ def _names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def _message(call: Callable[[], Any], kind: type[Exception]) -> str:
+def _message(call: Callable[[], Any], kind: type[BaseException]) -> str:
     """What the call raises, all on one line."""
     try:
         call()
@@ -125,6 +125,8 @@ def _resume_and_fail(root: Path, model: Path, other_model: Path) -> dict[str, An
         found["full for rank 1"] = _message(lambda: save(3), CheckpointError), _names(root)
     with _replaced(checkpoint_files, "write_manifest", no_manifest):
         found["full for rank 0"] = _message(lambda: save(3), CheckpointError), _names(root)
+    with _replaced(checkpoint_storage, "_save_tensor", _press_ctrl_c if mesh.rank == 1 else watch):
+        found["Ctrl-C"] = _message(lambda: save(3), KeyboardInterrupt), _names(root)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     found["limited"] = _message(lambda: save(3), CheckpointError), _names(root)
@@ -144,6 +146,10 @@ def _resume_and_fail(root: Path, model: Path, other_model: Path) -> dict[str, An
     load_checkpoint(policy, mesh, root / "step_1")
     found["step_1 is as it was"] = all(bool((a == b).all()) for a, b in zip(states, adam_states(policy), strict=True))
     return found
+
+
+def _press_ctrl_c(tensor: Any, stream: Any) -> None:
+    raise KeyboardInterrupt("pressed")
 
 
 class _Watch:
@@ -174,10 +180,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Found:
     other_model = build_tiny_model(folder / "other", num_hidden_layers=3)
     root = folder / "checkpoints"
     with pytest.raises(ProcessFailure, match="status -9"):
-        run_distributed(_killed_in_a_save, 1, root, model, init=False)
+        run_distributed(_killed_in_a_save, 1, root, model, init=False, timeout_s=300)
     assert _names(root) == ["step_1", "step_2.tmp"]
     assert (root / "step_2.tmp" / "weights_0.distcp").stat().st_size > 0
-    return run_distributed(_resume_and_fail, 2, root, model, other_model, init=False)
+    return run_distributed(_resume_and_fail, 2, root, model, other_model, init=False, timeout_s=300)
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_a_folder_to_resume_from(faults: Found) -> None:
@@ -218,6 +224,11 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(faults: Found, case: 
         assert reason in message and "GB are free" in message and "checkpoint.keep_last" in message
         assert "Traceback" not in message
         assert names == ["step_1", "step_2"]
+
+
+def test_ctrl_c_in_a_save_leaves_nothing(faults: Found) -> None:
+    for found in faults:
+        assert found["Ctrl-C"] == ("pressed", ["step_1", "step_2"])
 
 
 def test_host_state_that_is_no_json_is_refused_before_anything_is_written(faults: Found) -> None:
