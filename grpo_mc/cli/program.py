@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output is gone (`| head`); what is left in the buffer has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
-    except (ValueError, OSError, ImportError) as error:
+    except Exception as error:
         if not is_users_mistake(error):
             raise
         if os.environ.get("GRPO_MC_DEBUG", "0") not in ("", "0"):
@@ -146,14 +146,14 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def is_users_mistake(error: BaseException) -> bool:
-    """True for what the user can change: every ValueError, the file system's refusals among OSErrors, and operators
-    that are not built (an ImportError of ours that holds the command to run)."""
+    """True for what the user can change: every ValueError, the file system's refusals among OSErrors, checkpoints that
+    cannot be written or read, and operators that are not built (an ImportError of ours that holds the command to run).
+    """
     if isinstance(error, OSError):
         kinds = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
         return error.errno in _USER_ERRNOS or isinstance(error, kinds)
-    if isinstance(error, ImportError):
-        return type(error).__name__ == "OperatorsMissing"
-    return isinstance(error, ValueError)
+    by_name = ("OperatorsMissing", "CheckpointError")  # importing them here would import torch
+    return isinstance(error, ValueError) or type(error).__name__ in by_name
 
 
 def describe(error: BaseException) -> str:

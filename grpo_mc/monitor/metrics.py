@@ -7,6 +7,7 @@ joined file reads like that of an uninterrupted run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -123,11 +124,32 @@ class MetricsWriter:
         self.close()
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
-        if name not in self._files:
-            self._files[name] = open_for_append(self.run_dir / name)
-        handle = self._files[name]
-        handle.write(to_line(record))
-        handle.flush()
+        path = self.run_dir / name
+        try:
+            if name not in self._files:
+                self._files[name] = open_for_append(path)
+            handle = self._files[name]
+            size = path.stat().st_size
+            try:
+                handle.write(to_line(record))
+                handle.flush()
+            except OSError:
+                self._abandon(name, size)
+                raise
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"write metrics: {path} cannot be written ({error.strerror or error}); free some space there or set "
+                "run.dir to another disk",
+            ) from error
+
+    def _abandon(self, name: str, size: int) -> None:
+        """Closes a file that takes no more, without the part of a line at its end."""
+        handle = self._files.pop(name)
+        with contextlib.suppress(OSError):  # closing tries to write what is buffered once more
+            handle.close()
+        with contextlib.suppress(OSError):
+            os.truncate(self.run_dir / name, size)
 
     def _close_files(self) -> None:
         for handle in self._files.values():

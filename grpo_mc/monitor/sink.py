@@ -36,9 +36,9 @@ class RunMonitor:
         self.display.start()
 
     def resume(self, step: int) -> None:
-        """The run continues after `step`: later lines of an earlier process are removed."""
+        """The run continues after `step`: later lines of an earlier process are removed; -1 removes all."""
         self.writer.resume(step)
-        self.display.step_done = step
+        self.display.step_done = max(step, 0)
 
     def stage(self, name: str) -> None:
         """The run is now in stage `name`."""
