@@ -68,8 +68,7 @@ bench-trl: install-bench smollm2 ## seconds a step and peak memory against TRL's
 	$(BIN)/python benchmarks/vs_trl.py --shape long $(ARGS)
 
 bench-rollout: install-bench smollm2 ## sampled tokens a second against transformers' generate
-	$(BIN)/python benchmarks/generate_rollout.py --max-new-tokens 16 $(ARGS)
-	$(BIN)/python benchmarks/generate_rollout.py --max-new-tokens 128 $(ARGS)
+	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
 bench-scaling: install-bench smollm2 ## dp=2 against independent processes
 	$(BIN)/python benchmarks/scaling.py $(ARGS)

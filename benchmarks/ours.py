@@ -1,4 +1,4 @@
-"""Our side of the end-to-end benchmarks, behind two functions: a training run and a sampling engine."""
+"""Our side of the end-to-end benchmarks: a training run in a fresh process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,35 +74,6 @@ def train(
         "seed": seed,
         "wall_s": done.seconds,
     }
-
-
-def sampler(model: Path, prompts: list[list[int]], samples: int, new_tokens: int) -> Callable[[int], tuple[int, float]]:
-    """A function seed -> (tokens sampled, seconds): `samples` responses of exactly `new_tokens` to each prompt."""
-    import numpy as np
-
-    from grpo_mc.data.tokenizer import load_tokenizer
-    from grpo_mc.megatron.hf_checkpoint import open_checkpoint
-    from grpo_mc.megatron.mesh import build_mesh
-    from grpo_mc.megatron.model import build_model, policy_config
-    from grpo_mc.megatron.weights import load_weights
-    from grpo_mc.rollout.native import NativeEngine, Request
-    from grpo_mc.rollout.sampling import SamplingParams
-
-    mesh = build_mesh()
-    checkpoint = open_checkpoint(model)
-    policy = build_model(checkpoint.architecture, mesh, policy_config(checkpoint.architecture, mesh))
-    load_weights(policy, checkpoint, mesh)
-    tokenizer = load_tokenizer(model)
-    parameters = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    requests = [Request(i, np.array(ids, np.int64), tuple(range(samples))) for i, ids in enumerate(prompts)]
-
-    def run(seed: int) -> tuple[int, float]:
-        engine = NativeEngine(policy, mesh, tokenizer, seed=seed)
-        start = time.perf_counter()
-        responses = engine.generate(requests, parameters)
-        return sum(len(r.token_ids) for r in responses), time.perf_counter() - start
-
-    return run
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

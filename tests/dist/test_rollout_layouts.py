@@ -1,4 +1,8 @@
-"""The native engine under tensor, pipeline and expert parallelism gives the tokens of one process."""
+"""The native engine under tensor, pipeline and expert parallelism gives the tokens of one process.
+
+With batch_invariant a response is also the same bit for bit: over batch sizes on any layout, and over layouts that
+split no matrix (pipeline, data and expert parallelism).
+"""
 
 from __future__ import annotations
 
@@ -40,20 +44,25 @@ CASES = [(ranks, case) for ranks, layouts in LAYOUTS.items() for case in range(l
 
 
 def _generate(folder: Path, mesh: Any, requests: list[Any]) -> dict[str, Any]:
-    """The tokens of each mode, and the largest distance of the sampled log-probs from the trainer's."""
+    """Tokens of each mode, distance of the sampled log-probs from the trainer's, bits of batch-invariant sampling."""
     from grpo_mc.data.tokenizer import load_tokenizer
     from grpo_mc.rollout.native import NativeEngine
     from grpo_mc.rollout.sampling import SamplingParams
 
-    model = load_policy(folder, mesh)
-    engine = NativeEngine(model, mesh, load_tokenizer(folder), seed=3, kv_block_size=4, max_batch_rows=7)
+    model, tokenizer = load_policy(folder, mesh), load_tokenizer(folder)
+    engine = NativeEngine(model, mesh, tokenizer, seed=3, kv_block_size=4, max_batch_rows=7)
     found: dict[str, Any] = {}
     for name, mode in MODES.items():
         responses = engine.generate(requests, SamplingParams(**mode))  # type: ignore[arg-type]
         found[name] = tokens_of(responses)
     scored = trainer_logprobs(model, mesh, requests, responses, 1.5)
     gaps = [np.abs(np.array(r.logprobs) - scored[r.group_id, r.sample_index]).max() for r in responses]
-    return found | {"gap": float(max(gaps, default=0.0))}
+    found["gap"] = float(max(gaps, default=0.0))
+    for rows in (7, 2):
+        engine = NativeEngine(model, mesh, tokenizer, seed=3, max_batch_rows=rows, batch_invariant=True)
+        responses = engine.generate(requests, SamplingParams(max_new_tokens=4))
+        found[f"bits{rows}"] = {(r.group_id, r.sample_index): (r.token_ids, r.logprobs) for r in responses}
+    return found
 
 
 def _on_layouts(folders: dict[str, Path], ranks: int) -> list[dict[str, Any]]:
@@ -111,3 +120,15 @@ def test_tokens_are_those_of_one_process(
                 assert merged.setdefault(key, ids) == ids, f"{degrees} {mode} {key}: two ranks disagree"
         assert merged == expected[family][mode], f"{family} {degrees} {mode}"
     assert max(result["gap"] for result in results) < 1e-5
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
+def test_batch_invariant_bits(
+    ranks: int, case: int, found: Callable[[int], list[Any]], expected: dict[str, dict[str, Any]]
+) -> None:
+    family, degrees, _ = LAYOUTS[ranks][case]
+    for result in (of_rank[case] for of_rank in found(ranks)):
+        assert result["bits7"] == result["bits2"], f"{family} {degrees}: the batch size changes bits"
+        if "tp" not in degrees:
+            alone = {key: expected[family]["bits7"][key] for key in result["bits7"]}
+            assert result["bits7"] == alone, f"{family} {degrees}: the layout changes bits"
