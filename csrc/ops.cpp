@@ -24,6 +24,8 @@ TORCH_LIBRARY(grpo_mc, m) {
       "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor lengths, "
       "float scale) -> Tensor");
 
+  m.def("row_linear(Tensor x, Tensor weight) -> Tensor");
+
   m.def(
       "group_advantages(Tensor rewards, Tensor group_ids, Tensor? valid, str baseline, str scale, int ddof, float eps) "
       "-> Tensor");

@@ -43,6 +43,15 @@ struct PagedHead {
 constexpr int64_t kPagedChunk = 128;  // tokens per step of the running softmax, whatever the block size
 constexpr int64_t paged_scratch_floats(int64_t group) { return group * (kPagedChunk + 2); }
 
+// x [rows, depth] times weight [columns, depth] transposed. Strides are in elements; a row's entries are adjacent.
+struct RowLinear {
+  const float *x, *weight;
+  float* out;
+  int64_t rows, depth, x_stride, weight_stride, out_stride;
+};
+
+constexpr int64_t kRowLinearStretch = 768;  // entries summed before the lanes are added up
+
 enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
 enum class KlKind : int { kNone, kK1, kK2, kK3 };
 enum class KlGradient : int { kDirect, kK2, kImportance };
@@ -74,6 +83,7 @@ struct PolicyTokens {
   RowStats row_stats(const void* logits, Element dtype, int64_t n, double inv_temperature, bool with_sum_z); \
   void row_grad(const RowGrad& row, Element dtype);                                                          \
   void paged_attention_head(const PagedHead& head, Element cache);                                           \
+  void row_linear_columns(const RowLinear& p, int64_t begin, int64_t end);                                   \
   PolicySums policy_loss_chunk(const PolicyTokens& tokens, Element dtype, int64_t begin, int64_t end);       \
   }
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from grpo_mc.data.tokenizer import Tokenizer
 from grpo_mc.megatron.forward import gather_vocabulary, pipeline_forward
-from grpo_mc.megatron.inference_linear import inference_linears
+from grpo_mc.megatron.inference_linear import FEW_ROWS, inference_linears
 from grpo_mc.megatron.layout import AttentionLayout
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.megatron.model import PolicyModel
@@ -106,7 +106,9 @@ class NativeEngine:
         was_training = self.model.training
         self.model.eval()
         try:
-            with inference_linears(self.model), FixedRowTiles() if self.batch_invariant else nullcontext():
+            few_rows = None if self.batch_invariant else FEW_ROWS
+            tiles = FixedRowTiles() if self.batch_invariant else nullcontext()
+            with inference_linears(self.model, few_rows=few_rows), tiles:
                 yield
         finally:
             self.model.train(was_training)

@@ -33,7 +33,9 @@ def test_logits_are_the_same_bits(family: str, mesh: Any, tiny_model: Callable[.
 
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     expected = logits()
-    with inference_linears(model):
+    with inference_linears(model):  # row_linear sums in an order of its own
+        assert (logits() - expected).abs().max() <= 1e-5 * expected.abs().max()
+    with inference_linears(model, few_rows=0):
         assert {name for name, module in model.named_modules() if "forward" in vars(module)}
         assert torch.equal(logits(), expected)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before

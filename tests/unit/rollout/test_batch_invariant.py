@@ -98,10 +98,11 @@ class _Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
 def test_every_product_of_the_model_is_tiled(family: str, policy: Callable[..., Any], mesh: Any) -> None:
-    """The router's and the experts' too; a product that a new model adds cannot slip by."""
+    """Or goes through row_linear, which is invariant by itself; a product that a new model adds cannot slip by."""
     with _Products() as seen:
         engine_of(policy, mesh, family).generate(make_requests([5, 40], 3), PARAMS)
-    assert seen.names == {"aten.mm"} and seen.rows == {TILE_ROWS}
+    assert seen.names <= {"aten.mm"} and seen.rows <= {TILE_ROWS}
+    assert bool(seen.names) == (family == "mixtral")  # the router's product
 
 
 @pytest.mark.parametrize(("width", "columns"), [(37, 51), (64, 4), (1500, 576)])
