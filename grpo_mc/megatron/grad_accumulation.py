@@ -9,11 +9,14 @@ up, so no dense gradient of the whole table is made. Without this, every weight'
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 _MARK = "accumulates_lookups"
 
@@ -58,13 +61,15 @@ def functional_with_lookup() -> types.ModuleType:
     return proxy
 
 
-def accumulate_into_buffers(model: torch.nn.Module) -> None:
+def accumulate_into_buffers(model: GPTModel) -> None:
     """Switches a model that DDP has given gradient buffers to adding its weight gradients there directly.
 
     On CUDA Megatron-Core's own setting (gradient_accumulation_fusion, with its extension) is left as it is.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)
+        if weight is None and hasattr(module, "gradient_accumulation_fusion"):
+            weight = model.shared_embedding_or_output_weight()  # an output layer that borrows the embedding's
         if weight is None or not hasattr(weight, "main_grad") or weight.device.type != "cpu":
             continue
         if hasattr(module, "gradient_accumulation_fusion"):

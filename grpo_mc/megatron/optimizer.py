@@ -40,7 +40,7 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
             adam_beta1=config.betas[0],
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
-            clip_grad=config.clip_grad,
+            clip_grad=0.0,  # optimizer_step clips
             params_dtype=dtype,
             bf16=dtype == torch.bfloat16,
             use_distributed_optimizer=True,
@@ -55,11 +55,17 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
     return optimizer
 
 
-def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> tuple[bool, float]:
+def optimizer_step(
+    ddp: DistributedDataParallel, optimizer: MegatronOptimizer, *, lr: float, clip_grad: float
+) -> tuple[bool, float]:
     """One update with gradient clipping; none when the gradient holds NaN or inf.
+
+    Gradients are clipped by scaling DDP's buffers in place; Megatron-Core without CUDA extensions would make a scaled
+    copy of every gradient.
 
     Args:
         lr: Learning rate of this step.
+        clip_grad: Largest norm of the whole gradient; 0 = no clipping.
 
     Returns:
         Whether the weights changed, and the gradient's norm before clipping (the same on all ranks).
@@ -71,5 +77,7 @@ def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> tuple[bool, float
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return False, norm
+    if 0.0 < clip_grad < norm:
+        ddp.scale_gradients(clip_grad / (norm + 1e-6))
     updated, _, _ = optimizer.step()
     return bool(updated), norm

@@ -102,6 +102,7 @@ class Policy:
             temperature: The one that rollouts are sampled with; logits are divided by it here too.
         """
         self.model, self.mesh, self.algorithm, self.temperature = model, mesh, algorithm, temperature
+        self.clip_grad = optimizer.clip_grad
         self.ddp = wrap_ddp(model)
         self.optimizer = build_optimizer(self.ddp, optimizer)
         model.config.finalize_model_grads_func = _finalize
@@ -130,7 +131,7 @@ class Policy:
 
     def step(self, lr: float) -> tuple[bool, float]:
         """Updates the weights; see optimizer_step."""
-        return optimizer_step(self.optimizer, lr)
+        return optimizer_step(self.ddp, self.optimizer, lr=lr, clip_grad=self.clip_grad)
 
     def _loss(self, denominators: Denominators, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         assert batch.loss is not None
