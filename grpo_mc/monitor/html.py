@@ -92,9 +92,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, css: str = "c
     """A table; columns of numbers are set right, numbers shortened, the full value in the cell's title."""
     is_text = [any(isinstance(row[i], str) for row in rows) for i in range(len(header))]
     head = "".join(f"<th{'' if is_text[i] else ' class=n'}>{text(name)}</th>" for i, name in enumerate(header))
-    body = "".join(
-        "<tr>" + "".join(_cell(value, is_text[i]) for i, value in enumerate(row)) + "</tr>" for row in rows
-    )
+    body = "".join("<tr>" + "".join(_cell(value, is_text[i]) for i, value in enumerate(row)) + "</tr>" for row in rows)
     return f'<div class="{css}"><table><tr>{head}</tr>{body}</table></div>'
 
 

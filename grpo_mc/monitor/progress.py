@@ -30,7 +30,7 @@ NUM_STEPS_IN_MEDIAN = 20
 
 
 def format_duration(seconds: float | None) -> str:
-    """"45s", "12m05s", "3h07m", "2d04h"; "-" for None or a value that is not finite."""
+    """ "45s", "12m05s", "3h07m", "2d04h"; "-" for None or a value that is not finite."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     total = max(0, round(seconds))
@@ -164,8 +164,11 @@ class ProgressDisplay:
         self.close()
 
     def _figures(self) -> list[tuple[str, str]]:
-        names = {"reward": "reward/mean", "rollout tok/s": "throughput/rollout_tokens_per_s",
-                 "train tok/s": "throughput/train_tokens_per_s"}
+        names = {
+            "reward": "reward/mean",
+            "rollout tok/s": "throughput/rollout_tokens_per_s",
+            "train tok/s": "throughput/train_tokens_per_s",
+        }
         return [(label, format_number(self._metrics[name])) for label, name in names.items() if name in self._metrics]
 
     def _redraw(self) -> None:

@@ -85,9 +85,7 @@ def test_rollouts_that_only_some_functions_score_leave_group_statistics(
 def test_no_rollout_scored_is_one_error_with_the_cause(
     model: Path, tmp_path: Path, functions: Callable[..., str]
 ) -> None:
-    with pytest.raises(
-        ValueError, match="none of 16 rollouts could be scored: raises crashed 16 times .*no such col"
-    ):
+    with pytest.raises(ValueError, match="none of 16 rollouts could be scored: raises crashed 16 times .*no such col"):
         run(tiny_config(model, tmp_path / "run", functions("raises", good=False)))
 
 

@@ -54,9 +54,7 @@ def test_a_replay_that_does_not_fit_says_what_to_change(
     short = tiny_config(
         model, tmp_path / "short", "pipeline.mode=train_only", f"pipeline.replay={folder}", "run.steps=4"
     )
-    with pytest.raises(
-        ValueError, match="the rollouts of 3 steps but run.steps is 4; set run.steps to at most 3"
-    ):
+    with pytest.raises(ValueError, match="the rollouts of 3 steps but run.steps is 4; set run.steps to at most 3"):
         run(short)
     foreign = read_rollouts(folder)[0][1]
     foreign[0].rollouts[0].segments[0].token_ids[0] = 5000

@@ -93,9 +93,7 @@ def test_no_groups() -> None:
     assert result.advantages.shape == (0,) and result.counters["groups/dropped"] == 0
 
 
-@pytest.mark.parametrize(
-    ("length", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.1), (90, -1.0), (100, -2.0), (120, -2.0)]
-)
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.1), (90, -1.0), (100, -2.0), (120, -2.0)])
 def test_overlong_penalty_grows_over_the_buffer(length: int, penalty: float) -> None:
     assert overlong_penalty(length, 100, 20, 2.0) == pytest.approx(penalty)
 

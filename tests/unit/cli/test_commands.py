@@ -203,9 +203,7 @@ def test_generate_passes_every_option_on(project: Path, monkeypatch: pytest.Monk
     assert json.loads(capsys.readouterr().out)["response"] == " c"
 
 
-def test_convert_and_check_pass_their_arguments_on(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_convert_and_check_pass_their_arguments_on(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(calls, "import_model", lambda s, d, dtype: seen.append(("import", s, d, dtype)) or d)
     monkeypatch.setattr(calls, "export_model", lambda s, d, dtype: seen.append(("export", s, d, dtype)) or d)

@@ -168,9 +168,7 @@ def test_wandb_continues_the_same_run_on_resume(
 ) -> None:
     started: list[dict[str, Any]] = []
     logged: list[dict[str, Any]] = []
-    run = types.SimpleNamespace(
-        log=logged.append, finish=lambda: None, define_metric=lambda *args, **options: None
-    )
+    run = types.SimpleNamespace(log=logged.append, finish=lambda: None, define_metric=lambda *args, **options: None)
     fake = types.ModuleType("wandb")
     fake.util = types.SimpleNamespace(generate_id=lambda: "abc123")  # type: ignore[attr-defined]
     fake.init = lambda **options: started.append(options) or run  # type: ignore[attr-defined]

@@ -128,7 +128,15 @@ def test_shards_of_a_padded_vocabulary_merge_to_the_whole(num_shards: int, paddi
     torch.autograd.backward([out[0], out[1]], grads)
     pieces = [
         token_logprobs_backward(
-            shard.clone(), targets, lse, entropy, grads[0], grads[1], vocab_start=start, inplace=True, **options  # type: ignore[arg-type]
+            shard.clone(),
+            targets,
+            lse,
+            entropy,
+            grads[0],
+            grads[1],
+            vocab_start=start,
+            inplace=True,
+            **options,  # type: ignore[arg-type]
         )
         for shard, start in shards
     ]
