@@ -34,6 +34,7 @@ class Runtime:
         return NativeEngine(
             self.model, self.mesh, self.tokenizer, seed=self.config.run.seed,
             max_batch_rows=self.config.rollout.max_batch_rows, kv_block_size=self.config.rollout.kv_block_size,
+            batch_invariant=self.config.rollout.batch_invariant,
         )  # fmt: skip
 
 
