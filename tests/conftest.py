@@ -5,8 +5,9 @@ The pieces themselves are in tests/helpers and can be imported (`from helpers.pr
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 from helpers import processes, tiny_models
+
+MAX_THREADS = 200
+"""Three meshes' worth."""
+
+
+@pytest.fixture(autouse=True)
+def few_threads() -> Iterator[None]:
+    """Ends the threads of process groups that are over: they live as long as a model (a cycle) refers to them.
+
+    Hundreds of them would slow down every test that follows.
+    """
+    yield
+    if len(os.listdir("/proc/self/task")) > MAX_THREADS:
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -89,8 +89,8 @@ class KVCache:
     def copy_block(self, source: int, targets: list[int]) -> None:
         """Copies a block, in every layer, to each target."""
         if targets:
-            self.keys[:, targets] = self.keys[:, source : source + 1]
-            self.values[:, targets] = self.values[:, source : source + 1]
+            self.keys[:, targets] = self.keys[:, source : source + 1].clone()  # torch refuses overlapping views
+            self.values[:, targets] = self.values[:, source : source + 1].clone()  # torch refuses overlapping views
 
     def _take(self) -> int:
         return self._free.pop()

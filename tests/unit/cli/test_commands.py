@@ -214,7 +214,7 @@ def test_convert_and_check_pass_their_arguments_on(project: Path, monkeypatch: p
     assert seen == [
         ("import", "package:x", Path("out"), "fp32"),
         ("export", Path("runs/a"), Path("out"), "bf16"),
-        {"layouts": ["tp2"], "tolerance": 1e-5, "timeout_s": 300.0},
+        {"layouts": ["tp2"], "tolerance": 1e-5, "timeout_s": 300.0, "model": None},
     ]
     assert capsys.readouterr().out == "written: out\nwritten: out\n"
 
