@@ -108,6 +108,15 @@ class Policy:
         model.config.finalize_model_grads_func = _finalize
         model.config.grad_scale_func = self.optimizer.scale_loss
 
+    def close(self) -> None:
+        """Lets go of the model, its gradients and its process groups; the policy is of no use afterwards.
+
+        DDP's hooks hold DDP by way of autograd nodes, which the garbage collector cannot look into. Without this a
+        process that trains several times keeps every model and the threads of every process group.
+        """
+        vars(self.ddp).clear()
+        del self.model, self.ddp, self.optimizer
+
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Log-probs of the scored tokens under the current weights; see compute_logprobs."""
         return compute_logprobs(self.model, self.mesh, micro_batches, self.temperature)

@@ -86,6 +86,7 @@ def _build_run(runtime: Runtime, sink: Sink, stack: ExitStack) -> TrainingRun:
     else:
         inference = _build_inference(runtime) if config.algorithm.beta > 0 else None
         training = _build_training(runtime)
+        stack.callback(training.policy.close)
         scheduler = Scheduler(collector=collector, training=training, inference=inference)
         keeper = Keeper(runtime, training)
     return TrainingRun(runtime, scheduler, sink, held_out=held_out, keeper=keeper)
