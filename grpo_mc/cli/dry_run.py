@@ -51,22 +51,13 @@ def mesh_text(config: Config) -> str:
 def memory_text(config: Config) -> str:
     """The memory estimate as text, with the model's size."""
     from grpo_mc.cli import calls
-    from grpo_mc.config import ModelShape, check_parallel
+    from grpo_mc.config import check_parallel
+    from grpo_mc.megatron.hf_config import model_shape
     from grpo_mc.megatron.memory_estimate import Layout, estimate_memory, parameter_count
 
     arch = calls.read_model_architecture(config)
-    shape = ModelShape(
-        num_layers=arch.num_layers,
-        num_heads=arch.num_heads,
-        num_kv_heads=arch.num_kv_heads,
-        vocab_size=arch.vocab_size,
-        num_experts=arch.num_experts,
-        hidden_size=arch.hidden_size,
-        ffn_hidden_size=0 if arch.num_experts else arch.ffn_hidden_size,
-        moe_ffn_hidden_size=arch.ffn_hidden_size if arch.num_experts else 0,
-    )
     p = config.parallel
-    p = check_parallel(p, shape, p.tp * p.pp * p.cp * (p.dp or 1))
+    p = check_parallel(p, model_shape(arch), p.tp * p.pp * p.cp * (p.dp or 1))
     layout = Layout(
         tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp or 1, cp=p.cp, dp=p.dp or 1,
         dtype=config.model.dtype,

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_mc.config.layout import ModelShape
+
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 
 # What transformers assumes when config.json leaves the key out.
@@ -120,6 +122,17 @@ class ModelArchitecture:
             config["num_local_experts"] = self.num_experts
             config["num_experts_per_tok"] = self.experts_per_token
         return config
+
+
+def model_shape(architecture: ModelArchitecture) -> ModelShape:
+    """What of an architecture decides which layouts are possible."""
+    dense = architecture.num_experts == 0
+    return ModelShape(
+        num_layers=architecture.num_layers, num_heads=architecture.num_heads, num_kv_heads=architecture.num_kv_heads,
+        vocab_size=architecture.vocab_size, num_experts=architecture.num_experts, hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size if dense else 0,
+        moe_ffn_hidden_size=0 if dense else architecture.ffn_hidden_size,
+    )  # fmt: skip
 
 
 def read_architecture(folder: str | Path) -> ModelArchitecture:

@@ -31,14 +31,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mc.config.base import ConfigError
-from grpo_mc.megatron.hf_config import ModelArchitecture
+from grpo_mc.megatron.hf_config import ModelArchitecture, model_shape
 from grpo_mc.megatron.parity_layout import (
     DEFAULT_LAYOUTS,
     REFERENCE,
     TINY_MIXTRAL,
     ParityLayout,
     fit,
-    model_shape,
     parse_layout,
 )
 

@@ -70,14 +70,3 @@ def fit(layout: ParityLayout, shape: ModelShape) -> ParityLayout:
     """
     parallel = check_parallel(layout.parallel, shape, layout.processes)
     return ParityLayout(layout.name, layout.processes, layout.micro_batches, parallel)
-
-
-def model_shape(architecture: ModelArchitecture) -> ModelShape:
-    """What of an architecture decides which layouts are possible."""
-    dense = architecture.num_experts == 0
-    return ModelShape(
-        num_layers=architecture.num_layers, num_heads=architecture.num_heads, num_kv_heads=architecture.num_kv_heads,
-        vocab_size=architecture.vocab_size, num_experts=architecture.num_experts, hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size if dense else 0,
-        moe_ffn_hidden_size=0 if dense else architecture.ffn_hidden_size,
-    )  # fmt: skip

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_mc.config import Config, ModelConfig, ModelShape, check_parallel
+from grpo_mc.config import Config, ModelConfig, check_parallel
 from grpo_mc.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from grpo_mc.megatron.hf_checkpoint import locate_folder, open_checkpoint
-from grpo_mc.megatron.hf_config import ModelArchitecture, read_architecture
+from grpo_mc.megatron.hf_config import ModelArchitecture, model_shape, read_architecture
 from grpo_mc.megatron.mesh import Mesh, build_mesh
 from grpo_mc.megatron.model import PolicyModel, build_model, policy_config
 from grpo_mc.megatron.split_weights import mark_split_weights
@@ -36,15 +36,6 @@ class Runtime:
             max_batch_rows=self.config.rollout.max_batch_rows, kv_block_size=self.config.rollout.kv_block_size,
             batch_invariant=self.config.rollout.batch_invariant,
         )  # fmt: skip
-
-
-def model_shape(architecture: ModelArchitecture) -> ModelShape:
-    """What the configuration's layout checks need of a model."""
-    return ModelShape(
-        num_layers=architecture.num_layers, num_heads=architecture.num_heads, num_kv_heads=architecture.num_kv_heads,
-        vocab_size=architecture.vocab_size, num_experts=architecture.num_experts, hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size, moe_ffn_hidden_size=architecture.ffn_hidden_size,
-    )  # fmt: skip
 
 
 def build_runtime(config: Config) -> Runtime:
