@@ -18,7 +18,8 @@ import psutil
 import torch
 
 from grpo_mc.megatron import parity, parity_rank
-from grpo_mc.megatron.parity_layout import REFERENCE, TINY_MIXTRAL, fit, model_shape, parse_layout
+from grpo_mc.megatron.hf_config import model_shape
+from grpo_mc.megatron.parity_layout import REFERENCE, TINY_MIXTRAL, fit, parse_layout
 
 FOLDER = Path(tempfile.mkdtemp())
 

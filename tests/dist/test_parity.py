@@ -11,8 +11,8 @@ import pytest
 
 from grpo_mc.config.base import ConfigError
 from grpo_mc.config.layout import ModelShape
-from grpo_mc.megatron.hf_config import read_architecture
-from grpo_mc.megatron.parity_layout import DEFAULT_LAYOUTS, REFERENCE, TINY_MIXTRAL, fit, model_shape, parse_layout
+from grpo_mc.megatron.hf_config import model_shape, read_architecture
+from grpo_mc.megatron.parity_layout import DEFAULT_LAYOUTS, REFERENCE, TINY_MIXTRAL, fit, parse_layout
 from helpers.processes import run_command
 
 pytestmark = pytest.mark.dist
