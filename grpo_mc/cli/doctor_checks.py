@@ -174,7 +174,7 @@ def check_operators() -> Check:
     # A process boundary of a kind: whatever keeps the library from loading is what this check is to report.
     except Exception as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return Check("compiled operators", "fail", first_line, "build them: pip install --no-build-isolation .")
+        return Check("compiled operators", "fail", first_line, "build them: pip install --no-build-isolation -e .")
     detail = ", ".join(f"{key} {value}" for key, value in info.items())
     if info.get("cpu_isa") == "generic" and platform.machine() in ("x86_64", "amd64"):
         advice = "no AVX2 on this processor, so plain code is used, which is several times slower"

@@ -64,18 +64,19 @@ def _explain(reward_type: str) -> int:
 
 def _score(args: argparse.Namespace) -> int:
     from grpo_mc.cli import calls
-    from grpo_mc.cli.inputs import parse_rewards, read_responses
+    from grpo_mc.cli.inputs import parse_rewards
     from grpo_mc.cli.reward_text import summary_text, verdict_lines
     from grpo_mc.monitor.metrics import sample_record
     from grpo_mc.monitor.run_files import to_line
+    from grpo_mc.rewards.files import read_responses, score_responses
 
     if (args.config is None) == (not args.reward):
         raise ValueError("rewards score: give either --config CONFIG or at least one --reward TYPE")
     rewards = calls.load_config(args.config, []).rewards if args.config else parse_rewards(args.reward)
     if not rewards.functions:
         raise ValueError(f"rewards score: {args.config} sets no rewards.functions; set them or use --reward")
-    groups = read_responses(Path(args.target))
-    calls.score(rewards, groups)
+    groups = read_responses(args.target)
+    score_responses(groups, rewards)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     for number, rollout in enumerate(rollouts):
         if args.json:

@@ -51,7 +51,7 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(default=0.2, ge=0)
     """The ratio's upper bound is 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Bound on the loss of a negative advantage, as a multiple of it; null = off."""
+    """Bound on the loss of a negative advantage, as a multiple of it; null = off; for clip and the gspo losses."""
     aggregation: Aggregation = "sequence_mean_token_mean"
     """How token losses become one number."""
     norm_length: int | None = Field(default=None, ge=1)

@@ -15,6 +15,7 @@ def check_across_sections(config: Config) -> None:
         ConfigError: with every contradiction, one a line.
     """
     problems = _group_problems(config) + _batch_problems(config) + _length_problems(config) + _source_problems(config)
+    problems += _objective_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -69,8 +70,6 @@ def config_warnings(config: Config) -> list[str]:
             f"algorithm.max_refills is {algorithm.max_refills} but algorithm.filter_zero_variance is false: "
             "no group is dropped, so none is replaced"
         )
-    if algorithm.dual_clip is not None and algorithm.loss not in ("clip", "gspo", "gspo_token"):
-        warnings.append(f"algorithm.dual_clip is {algorithm.dual_clip} but algorithm.loss is '{algorithm.loss}'")
     if config.rollout.top_k > 0 or config.rollout.top_p < 1:
         warnings.append(
             f"rollout.top_k is {config.rollout.top_k} and rollout.top_p is {config.rollout.top_p}: responses are "
@@ -109,6 +108,16 @@ def _group_problems(config: Config) -> list[str]:
             "raise group_size to 2 or more"
         )
     return problems
+
+
+def _objective_problems(config: Config) -> list[str]:
+    algorithm = config.algorithm
+    if algorithm.dual_clip is None or algorithm.loss in ("clip", "gspo", "gspo_token"):
+        return []
+    return [
+        f"algorithm.dual_clip is {algorithm.dual_clip:g} but algorithm.loss is '{algorithm.loss}', which has no such "
+        "bound; set dual_clip: null, or loss: clip, gspo or gspo_token"
+    ]
 
 
 def _batch_problems(config: Config) -> list[str]:

@@ -82,7 +82,7 @@ def _loss_lines(algorithm: AlgorithmConfig) -> list[str]:
         loss = f"-sg({clipped}) A_i lp_t" if algorithm.loss == "cispo" else f"-min({symbol} A_i, {clipped} A_i)"
     weight = _correction_weight(algorithm)
     lines.append(f"  L_t = {loss}")
-    if algorithm.dual_clip is not None and algorithm.loss in ("clip", "gspo", "gspo_token"):
+    if algorithm.dual_clip is not None:
         lines.append(f"  L_t <- min(L_t, {algorithm.dual_clip:g} |A_i|)  where A_i < 0")
     if weight is not None:
         lines.append(f"  L_t <- w L_t,  {weight}")

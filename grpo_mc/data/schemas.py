@@ -55,7 +55,7 @@ def read_problem(record: Record, source: Source) -> Problem:
                 "prompt",
                 f"a prompt is needed: one of the fields {', '.join(_PROMPT_FIELDS)} (it has: {have}), or a template",
             )
-        content = _prompt_of(record, field)
+        content = prompt_content(record, field)
     chat = source.chat
     if chat is None:
         chat = source.template is None or not isinstance(content, str)
@@ -71,6 +71,22 @@ def read_problem(record: Record, source: Source) -> Problem:
     if source.system_prompt is not None and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": source.system_prompt}, *messages)
     return Problem(None, messages)
+
+
+def prompt_content(record: Record, field: str) -> str | Messages:
+    """The prompt that stands in one field: a text, or messages with role and content.
+
+    Raises:
+        ValueError: it is empty or of another type; names place, field and value.
+    """
+    value = record.fields[field]
+    if isinstance(value, str):
+        if not value.strip():
+            raise record.error(field, "a prompt with at least one character is needed")
+        return value
+    if not isinstance(value, list) or not value:
+        raise record.error(field, "a text or a list of messages {role, content} is needed")
+    return tuple(_message(record, field, at, message) for at, message in enumerate(value))
 
 
 def fill_template(template: str, record: Record) -> str:
@@ -158,17 +174,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _prompt_of(record: Record, field: str) -> str | Messages:
-    value = record.fields[field]
-    if isinstance(value, str):
-        if not value.strip():
-            raise record.error(field, "a prompt with at least one character is needed")
-        return value
-    if not isinstance(value, list) or not value:
-        raise record.error(field, "a text or a list of messages {role, content} is needed")
-    return tuple(_message(record, field, at, message) for at, message in enumerate(value))
 
 
 def _message(record: Record, field: str, at: int, message: Any) -> dict[str, str]:

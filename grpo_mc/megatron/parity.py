@@ -2,8 +2,8 @@
 
 The reference is one process that trains on every response separately, with a prompt of its own. Each layout then trains
 on the same batch from the same weights (parity_problem), cut into micro-batches, packed, sharded and pipelined, and its
-loss and every gradient are compared with the reference's: |difference| / |loss|, and ||difference|| / ||gradient|| per
-tensor, in float32, for two objectives.
+log-probs, loss and every gradient are compared with the reference's: |difference| / |loss|, and ||difference|| /
+||gradient|| per tensor, in float32, for two objectives.
 
 The check always runs on the CPU, where it needs no GPUs of its own. It starts one clean process (one thread, no CUDA),
 which imports the engine once and forks the ranks of one layout after another from there; every layout is bounded in
@@ -159,7 +159,7 @@ def check(layouts: Sequence[str], tolerance: float, timeout_s: float, model: str
 
 
 def measure(layout: ParityLayout, model: str | None, folder: Path, timeout_s: float) -> Measurement | str:
-    """Forks a layout's ranks and waits for them; none is left when it returns.
+    """Forks a layout's ranks and waits for them; none is left when it returns. The reference has to be measured first.
 
     Returns:
         Rank 0's measurement, or what went wrong: the failing rank's output.
@@ -181,7 +181,10 @@ def measure(layout: ParityLayout, model: str | None, folder: Path, timeout_s: fl
         return problem
     from grpo_mc.megatron.parity_rank import Measurement
 
-    return Measurement.read(mine / "result")
+    result = Measurement.read(mine / "result")
+    if layout.name == REFERENCE:
+        (mine / "result").rename(folder / REFERENCE)  # the other layouts' ranks read it
+    return result
 
 
 def _rank_main(layout: ParityLayout, model: str | None, rank: int, folder: Path, timeout_s: float) -> None:
@@ -195,7 +198,7 @@ def _rank_main(layout: ParityLayout, model: str | None, rank: int, folder: Path,
 
     status = 1
     try:
-        result = measure_layout(layout, model, rank, folder / "store", timeout_s)
+        result = measure_layout(layout, model, rank, folder / "store", folder.parent / REFERENCE, timeout_s)
         if rank == 0:
             result.write(folder / "result")
         status = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -66,21 +65,18 @@ class KeyedWeights:
         return torch.from_numpy(values if rows is None else values[rows[0] : rows[1]].copy())
 
 
-@dataclass(frozen=True)
-class Part:
-    """One micro-batch of one rank, on the host."""
-
-    packed: PackedBatch
-    loss: LossInputs
-
-
 class Problem:
-    """The training batch and its objectives."""
+    """The training batch.
+
+    Its old, rollout and reference log-probs are drawn around `base_logprobs`, those that the reference measured, so
+    that ratios lie on both sides of the clips for any model, and are the same numbers on every layout.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self.groups = [_make_group(position, vocab_size) for position in range(len(_PROMPT_LENGTHS))]
+        self.base_logprobs: dict[tuple[int, int], np.ndarray] = {}
+        """[R] float32 by (group, sample); needed for loss inputs, not for a scoring pass."""
         self._lengths = [measure(group) for group in self.groups]
-        self._vocab_size = vocab_size
 
     def plan(self, micro_batches: int | None, dp: int) -> list[list[MicroBatch]]:
         """Micro-batches of each data-parallel rank.
@@ -95,17 +91,16 @@ class Problem:
         owners = [max(0, position - last) for position in range(len(self.groups))]
         return plan_micro_batches(self._lengths, budget, dp, owners=owners)
 
-    def part(self, micro_batch: MicroBatch, algorithm: AlgorithmConfig, pad_multiple: int) -> Part:
-        """One micro-batch of a plan with its loss inputs, corrected."""
-        packed = pack(self.groups, micro_batch, pad_multiple=pad_multiple)
-        return Part(packed, apply_correction(self._loss_inputs(packed), algorithm))
+    def loss_inputs(self, packed: PackedBatch, algorithm: AlgorithmConfig) -> LossInputs:
+        """The constants of a packed micro-batch, corrected."""
+        return apply_correction(self._constants_of(packed), algorithm)
 
     def denominators(self, algorithm: AlgorithmConfig) -> Denominators:
         """Counts over the whole batch."""
-        whole = self.part(self.plan(1, 1)[0][0], algorithm, 1).loss
+        whole = self.loss_inputs(pack(self.groups, self.plan(1, 1)[0][0]), algorithm)
         return count_denominators(whole.loss_mask, whole.cu_seqlens, whole.sequence_groups)
 
-    def _loss_inputs(self, packed: PackedBatch) -> LossInputs:
+    def _constants_of(self, packed: PackedBatch) -> LossInputs:
         per_rollout = [self._constants(*position) for position in packed.rollout_order]
         columns = {name: np.concatenate([values[name] for values in per_rollout] or [np.zeros(0)])
                    for name in ("old", "rollout", "ref", "advantage", "mask")}  # fmt: skip
@@ -121,10 +116,10 @@ class Problem:
         )
 
     def _constants(self, group: int, sample: int) -> dict[str, np.ndarray]:
-        """Per-token constants [R] of one rollout; log-probs near an untrained model's, on both sides of clips."""
+        """Per-token constants [R] of one rollout."""
         length = _RESPONSE_LENGTHS[group][sample]
         draw = generator("loss", group, sample)
-        old = draw.normal(-np.log(self._vocab_size), 0.7, length)
+        old = self.base_logprobs[group, sample] + draw.normal(0, 0.3, length)
         return {
             "old": old,
             "rollout": old + draw.normal(0, 0.3, length),
@@ -132,6 +127,19 @@ class Problem:
             "advantage": np.full(length, draw.normal(0.3, 1.0)),
             "mask": np.full(length, float((group, sample) != _MASKED_ROLLOUT)),
         }
+
+    def join(self, rows: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:
+        """[total R] float32: rows by (group, sample), one after another."""
+        return np.concatenate([rows[key] for key in self._keys()], dtype=np.float32)
+
+    def split(self, joined: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
+        """The inverse of join."""
+        ends = np.cumsum([_RESPONSE_LENGTHS[group][sample] for group, sample in self._keys()])
+        return dict(zip(self._keys(), np.split(joined, ends[:-1]), strict=True))
+
+    @staticmethod
+    def _keys() -> list[tuple[int, int]]:
+        return [(group, sample) for group, lengths in enumerate(_RESPONSE_LENGTHS) for sample in range(len(lengths))]
 
 
 def _make_group(position: int, vocab_size: int) -> Group:

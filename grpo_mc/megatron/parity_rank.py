@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mc.config import AlgorithmConfig, OptimizerConfig
+from grpo_mc.data.packing import PackedBatch, pack
 from grpo_mc.megatron.gradients import export_gradients, gather_shards, replica_difference
 from grpo_mc.megatron.hf_checkpoint import open_checkpoint
 from grpo_mc.megatron.hf_mapping import TensorSource
@@ -25,6 +27,8 @@ from grpo_mc.megatron.parity_problem import OBJECTIVES, KeyedWeights, Problem
 from grpo_mc.megatron.train_step import Policy
 from grpo_mc.megatron.weights import load_weights
 
+SCORES = "log-probs"
+
 
 @dataclass
 class Measurement:
@@ -33,7 +37,8 @@ class Measurement:
     losses: dict[str, float] = field(default_factory=dict)
     """By objective."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """By "objective: Hugging Face name"; float32, on rank 0 only. And the norm of all that clipping goes by, as [1]."""
+    """By "objective: Hugging Face name"; float32, on rank 0 only. Also there: the norm that clipping goes by, as [1],
+    under "objective: norm of all", and the log-probs of the scoring pass under SCORES."""
     replicas: tuple[str, float] = ("", 0.0)
     """The replicated parameter whose copies' gradients differ most over the tensor-parallel ranks, and by how much."""
 
@@ -52,13 +57,14 @@ class Measurement:
 
 
 def measure_layout(
-    layout: ParityLayout, model_path: str | None, rank: int, store: Path, timeout_s: float
+    layout: ParityLayout, model_path: str | None, rank: int, store: Path, reference: Path, timeout_s: float
 ) -> Measurement:
     """Runs this rank's part of a layout; all its ranks call it together.
 
     Args:
         model_path: As model.path in the configuration; None = the tiny Mixtral.
         store: A file that does not exist yet, through which the ranks find each other.
+        reference: The file with the reference's measurement; not there yet when this is the reference.
         timeout_s: Bound of every collective.
     """
     dist.init_process_group(
@@ -73,28 +79,50 @@ def measure_layout(
         tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp, dp=parallel.dp, timeout_s=timeout_s
     )
     policy, problem = _build(mesh, model_path, bool(parallel.sequence_parallel))
+    pad_multiple = mesh.tp if policy.model.config.sequence_parallel else 1
     plan = problem.plan(layout.micro_batches, mesh.dp)[mesh.dp_rank]
-    result = Measurement()
+    packed = [pack(problem.groups, micro_batch, pad_multiple=pad_multiple) for micro_batch in plan]
+    scores = _score(policy, problem, packed)
+    problem.base_logprobs = problem.split(_read_scores(reference) if reference.exists() else scores)
+    result = Measurement(gradients={SCORES: torch.from_numpy(scores)})
     for name, algorithm in OBJECTIVES.items():
         policy.algorithm = algorithm
-        pad_multiple = mesh.tp if policy.model.config.sequence_parallel else 1
-        parts = [problem.part(micro_batch, algorithm, pad_multiple) for micro_batch in plan]
-        batches = [make_micro_batch(part.packed, mesh.device, part.loss) for part in parts]
+        batches = [make_micro_batch(p, mesh.device, problem.loss_inputs(p, algorithm)) for p in packed]
         result.losses[name] = policy.backward(batches, problem.denominators(algorithm))["loss"]
-        policy.optimizer.prepare_grads()
-        norm = float(policy.optimizer.get_grad_norm())
-        gather_shards(policy.ddp)
-        result.replicas = max(result.replicas, replica_difference(policy.model, mesh), key=lambda found: found[1])
-        result.gradients |= {
-            f"{name}: {key}": gradient.contiguous().clone() for key, gradient in export_gradients(policy.model, mesh)
-        }
-        if rank == 0:
-            result.gradients[f"{name}: norm of all"] = torch.tensor([norm])
+        _collect_gradients(policy, name, result)
     found: list[tuple[str, float]] = [("", 0.0)] * layout.processes
     dist.all_gather_object(found, result.replicas)
     result.replicas = max(found, key=lambda replica: replica[1])
     destroy_mesh()
     return result
+
+
+def _score(policy: Policy, problem: Problem, packed: list[PackedBatch]) -> np.ndarray:
+    """The scoring pass: log-probs of the whole batch, joined, on every rank."""
+    batches = [make_micro_batch(p, policy.mesh.device) for p in packed]
+    rows: dict[tuple[int, int], np.ndarray] = {}
+    for p, logprobs in zip(packed, policy.logprobs(batches), strict=True):
+        rows |= dict(zip(p.rollout_order, p.per_rollout(logprobs), strict=True))
+    parts = [rows] * policy.mesh.dp
+    dist.all_gather_object(parts, rows, group=policy.mesh.dp_group)
+    return problem.join({key: row for part in parts for key, row in part.items()})
+
+
+def _read_scores(reference: Path) -> np.ndarray:
+    with safe_open(reference, framework="numpy") as file:
+        scores: np.ndarray = file.get_tensor(SCORES)
+        return scores
+
+
+def _collect_gradients(policy: Policy, objective: str, result: Measurement) -> None:
+    model, mesh = policy.model, policy.mesh
+    policy.optimizer.prepare_grads()
+    norm = float(policy.optimizer.get_grad_norm())
+    gather_shards(policy.ddp)
+    result.replicas = max(result.replicas, replica_difference(model, mesh), key=lambda found: found[1])
+    for name, gradient in export_gradients(model, mesh):
+        result.gradients[f"{objective}: {name}"] = gradient.contiguous().clone()
+    result.gradients[f"{objective}: norm of all"] = torch.tensor([norm])
 
 
 def _build(mesh: Mesh, model_path: str | None, sequence_parallel: bool) -> tuple[Policy, Problem]:

@@ -4,10 +4,10 @@
         pool.score(groups)          # fills rollout.verdicts, rollout.rewards and rollout.reward
 
 A reward type is one module here; `REWARD_TYPES` lists them and `explain` tells what one does. `score_one` judges a
-rollout in the calling process. Nothing here imports torch, so that worker processes start fast.
+rollout in the calling process; grpo_mc.rewards.files judges a file of responses. Nothing here imports torch, so that
+worker processes start fast.
 """
 
-from grpo_mc.rewards.files import ScoredLine, score_file
 from grpo_mc.rewards.judge import score_one
 from grpo_mc.rewards.pool import RewardPool
 from grpo_mc.rewards.registry import REWARD_TYPES, NamedScorer, build_functions, explain
@@ -19,9 +19,7 @@ __all__ = [
     "PromptView",
     "RewardPool",
     "Sample",
-    "ScoredLine",
     "build_functions",
     "explain",
-    "score_file",
     "score_one",
 ]

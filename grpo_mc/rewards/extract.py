@@ -2,7 +2,7 @@ r"""Where the answer stands in a response.
 
     full           the whole response
     first_line     the text before the first line break, so that it is the same whether or not the engine stopped there
-    first_integer  the first number of the first line, when it is an integer
+    first_integer  the first number of the first line that is not blank, when it is an integer
     last_number    the last number of the response (grpo_mc.rewards.number_text says what a number is)
     boxed          the inside of the last \boxed{...} or \fbox{...}: the whole balanced group
     answer_tag     the inside of the last <answer>...</answer>
@@ -35,7 +35,7 @@ def extract_answer(text: str, mode: str) -> str | None:
     if mode == "first_line":
         return text.split("\n", 1)[0].strip() or None
     if mode == "first_integer":
-        numbers = find_numbers(text.split("\n", 1)[0])
+        numbers = find_numbers(text.lstrip().split("\n", 1)[0])
         return numbers[0] if numbers and re.fullmatch(r"[+-]?[\d,]+", numbers[0]) else None
     if mode == "last_number":
         numbers = find_numbers(text)

@@ -49,7 +49,9 @@ def make_policy(folder: Path, mesh: Any, algorithm: AlgorithmConfig | None = Non
     return Policy(model, mesh, algorithm=algorithm or AlgorithmConfig(), optimizer=optimizer, temperature=temperature)
 
 
-def per_token_inputs(groups: Sequence[Group], packed: Any, masked: set[tuple[int, int]] | None = None) -> LossInputs:
+def per_token_inputs(
+    groups: Sequence[Group], packed: Any, masked: set[tuple[int, int]] | None = None, device: Any = "cpu"
+) -> LossInputs:
     """Loss inputs of a packed micro-batch: constants drawn by (group, sample), old and reference log-probs near -5."""
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("old", "rollout", "ref", "advantage", "mask")}
     for group, sample in packed.rollout_order:
@@ -60,7 +62,7 @@ def per_token_inputs(groups: Sequence[Group], packed: Any, masked: set[tuple[int
         columns["ref"].append(columns["old"][-1] + draw.normal(0, 0.5, length))
         columns["advantage"].append(np.full(length, draw.normal(0.3, 1.0)))
         columns["mask"].append(np.full(length, float((group, sample) not in (masked or set()))))
-    tensors = {name: torch.from_numpy(np.concatenate([np.zeros(0), *parts]).astype(np.float32))
+    tensors = {name: torch.from_numpy(np.concatenate([np.zeros(0), *parts]).astype(np.float32)).to(device)
                for name, parts in columns.items()}  # fmt: skip
     return LossInputs(
         old_logprobs=tensors["old"],
@@ -68,8 +70,8 @@ def per_token_inputs(groups: Sequence[Group], packed: Any, masked: set[tuple[int
         ref_logprobs=tensors["ref"],
         advantages=tensors["advantage"],
         loss_mask=tensors["mask"] > 0,
-        cu_seqlens=torch.from_numpy(packed.cu_seqlens),
-        sequence_groups=torch.from_numpy(packed.group_positions),
+        cu_seqlens=torch.from_numpy(packed.cu_seqlens).to(device),
+        sequence_groups=torch.from_numpy(packed.group_positions).to(device),
     )
 
 
@@ -83,7 +85,7 @@ def make_batches(
     batches = []
     for part in plan:
         packed = pack(groups, part, pad_multiple=pad_multiple)
-        loss = apply_correction(per_token_inputs(groups, packed, masked), algorithm)
+        loss = apply_correction(per_token_inputs(groups, packed, masked, mesh.device), algorithm)
         batches.append(make_micro_batch(packed, mesh.device, loss))
     return batches
 

@@ -21,11 +21,10 @@ Sources: GRPO arXiv 2402.03300, DAPO 2503.14476 (clip_high, token_mean), Dr. GRP
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from grpo_mc.ops.policy_loss import PolicyLoss
 from grpo_mc.ops.reference.kl import EXPONENT_LIMIT, KL_ESTIMATORS, KL_GRADIENTS, kl_estimate, kl_term, token_ratio
 
 KINDS = ("clip", "gspo", "gspo_token", "cispo", "reinforce")
@@ -36,26 +35,6 @@ AGGREGATIONS = (
     "sequence_mean_token_sum_norm",
     "group_mean",
 )
-METRICS = (
-    "token_count",
-    "ratio_sum",
-    "clip_low_count",
-    "clip_high_count",
-    "dual_clip_count",
-    "kl_sum",
-    "entropy_sum",
-    "policy_loss_sum",
-)
-"""Every metric is a sum over the tokens of loss_mask, so that micro-batches and ranks add; the caller divides."""
-
-
-class PolicyLoss(NamedTuple):
-    """What policy_loss returns."""
-
-    loss: Tensor
-    """0-dim, dtype of logprobs, differentiable in logprobs and entropy."""
-    metrics: dict[str, Tensor]
-    """0-dim float64 tensors without gradient, one for each name in METRICS."""
 
 
 def policy_loss(

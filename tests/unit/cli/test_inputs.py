@@ -1,4 +1,4 @@
-"""Arguments that several commands share: config and overrides, reward functions, response files."""
+"""Arguments that several commands share: config and overrides, reward functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mc.cli.inputs import parse_rewards, read_responses, split_config_and_overrides
+from grpo_mc.cli.inputs import parse_rewards, split_config_and_overrides
 
 
 @pytest.mark.parametrize(
@@ -52,34 +52,3 @@ def test_a_mistake_in_a_reward_is_named(text: str, message: str) -> None:
     """H25 on the command line."""
     with pytest.raises(ValueError, match=message):
         parse_rewards([text])
-
-
-def test_consecutive_lines_with_one_prompt_are_a_group(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text(
-        '{"prompt": "p", "response": "a", "ground_truth": 2, "level": 3}\n\n{"prompt": "p", "response": "b", '
-        '"ground_truth": 2}\n{"prompt": "q", "response": "c", "data_source": "sums"}\n{"response": "d"}\n',
-        encoding="utf-8",
-    )
-    groups = read_responses(path)
-    assert [[r.text for r in g.rollouts] for g in groups] == [["a", "b"], ["c"], ["d"]]
-    assert [g.prompt.ground_truth for g in groups] == ["2", None, None]
-    assert groups[0].prompt.fields == {"level": 3}
-    assert groups[1].prompt.data_source == "sums"
-    assert [(r.group_id, r.sample_index) for g in groups for r in g.rollouts] == [(0, 0), (0, 1), (1, 0), (2, 0)]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no response"),
-        ('{"response": "a"}\n{"respo', "line 2: not JSON"),
-        ('["a"]', "line 1: needs an object with a text `response`"),
-        ('{"response": 3}', "line 1: needs an object with a text `response`"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        read_responses(path)

@@ -95,7 +95,7 @@ def test_no_command_prints_the_help_and_fails() -> None:
         (["train", "x.yaml", "--resume", "runs/a"], "got the config file x.yaml too"),
         (["rewards", "explain"], "needs a TYPE"),
         (["rewards", "score", "none.jsonl"], "either --config CONFIG or at least one --reward"),
-        (["rewards", "score", "none.jsonl", "--reward", "exact"], "No such file or directory: none.jsonl"),
+        (["rewards", "score", "none.jsonl", "--reward", "exact"], "none.jsonl: there is no such file"),
         (["rewards", "explain", "exactt"], "no reward type 'exactt'; types are exact, numeric"),
         (["convert", "import", "x.gguf", "."], "convert: . exists"),
         (["generate", "model"], "no prompt; give --prompt TEXT"),

@@ -51,6 +51,8 @@ TINY_MOE = ModelShape(num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=256,
         (["evaluation.pass_k=[1, 4]"], "evaluation.pass_k has 4 but evaluation.num_samples is 1"),
         (["evaluation.num_samples=2"], "evaluation.num_samples is 2 but evaluation.temperature is 0"),
         (["rollout.top_k=1"], "rollout.top_k is 1 but rollout.group_size is 8"),
+        (["algorithm.dual_clip=3", "algorithm.loss=cispo"], "algorithm.dual_clip is 3 but algorithm.loss is 'cispo'"),
+        (["algorithm.preset=verl", "algorithm.loss=reinforce"], "dual_clip is 3 but algorithm.loss is 'reinforce'"),
         (["data.train.chat=false", "data.train.system_prompt=Hi"], "system_prompt is set but data.train.chat is false"),
         (
             ["evaluation.source={kind: reasoning_gym, task: chain_sum, size: 10, seed: 9}"],
@@ -61,6 +63,12 @@ TINY_MOE = ModelShape(num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=256,
 def test_contradictions_between_sections(refusal: Refusal, overrides: list[str], part: str) -> None:
     message = refusal(overrides=overrides)
     assert part in message and "command line" in message
+
+
+def test_dual_clip_goes_with_every_loss_that_has_it(minimal: str) -> None:
+    for loss in ("clip", "gspo", "gspo_token"):
+        load_config_text(minimal, [f"algorithm.loss={loss}", "algorithm.dual_clip=3"])
+    load_config_text(minimal, ["algorithm.preset=verl", "algorithm.loss=cispo", "algorithm.dual_clip=null"])
 
 
 def test_sources_that_do_not_meet(minimal: str) -> None:
@@ -101,7 +109,6 @@ def test_training_needs_prompts_and_rewards(minimal: str) -> None:
             "the KL is not differentiated there",
         ),
         (["algorithm.max_refills=2"], "algorithm.filter_zero_variance is false"),
-        (["algorithm.dual_clip=3", "algorithm.loss=cispo"], "algorithm.dual_clip is 3.0 but algorithm.loss is 'cispo'"),
         (["rollout.top_p=0.9"], "sampled from a cut distribution"),
         (["evaluation.every=2"], "evaluation.source is null"),
     ],

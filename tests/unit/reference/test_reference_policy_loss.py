@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mc.ops.reference import PolicyLoss, policy_loss
+from grpo_mc.ops.policy_loss import METRICS, PolicyLoss
+from grpo_mc.ops.reference import policy_loss
 from grpo_mc.ops.reference.kl import kl_estimate, kl_term
-from grpo_mc.ops.reference.policy_loss import AGGREGATIONS, KINDS, METRICS
+from grpo_mc.ops.reference.policy_loss import AGGREGATIONS, KINDS
 
 CLIP: dict[str, Any] = {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token_mean"}
 

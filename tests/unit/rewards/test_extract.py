@@ -86,12 +86,15 @@ def test_a_bare_comma_is_no_number(text: str) -> None:
         ("1,234 apples", "1,234"),
         ("3.5", None),
         ("3/4", None),
-        ("\n7", None),
-        ("seven", None),
+        ("\n7", "7"),
+        (" \n\t\n 7 apples\n8", "7"),
+        ("seven\n7", None),
+        ("\nseven\n7", None),
+        (" \n", None),
     ],
 )
-def test_first_integer_is_the_first_number_of_the_first_line(text: str, answer: str | None) -> None:
-    """3.5 is not 3, and a later line does not count."""
+def test_first_integer_is_the_first_number_of_the_first_line_with_text(text: str, answer: str | None) -> None:
+    """3.5 is not 3; blank lines before the answer do not matter, and a line after it does not count."""
     assert extract_answer(text, "first_integer") == answer
 
 
