@@ -126,9 +126,10 @@ def training_problems(size: int, exclude: Sequence[Mapping[str, str]]) -> list[d
 
 
 def first_integer(text: str) -> str | None:
-    """The first integer of the first line: what counts as the answer."""
-    found = re.search(r"-?\d+", text.lstrip().split("\n", 1)[0])
-    return found.group() if found else None
+    """What counts as the answer, on both sides: the quickstart's `extract: first_integer`."""
+    from grpo_mc.rewards.extract import extract_answer
+
+    return extract_answer(text, "first_integer")
 
 
 def hf_model_folder(model: str) -> Path:

@@ -4,8 +4,8 @@ python benchmarks/trl_runner.py --model FOLDER --steps 5
 python benchmarks/trl_runner.py --model FOLDER --steps 40 --eval-heldout configs/data/heldout_sums.jsonl --eval-every 10
 
 One step = `--prompts` prompts x `--group-size` samples, one optimizer step (AdamW, constant learning rate, gradient
-norm 1), TRL's default loss (token mean over the batch, no KL). Everything not given here is TRL's default, gradient
-checkpointing included; `--no-gradient-checkpointing` trades its memory for speed.
+norm 1), TRL's default loss (token mean over the batch, no KL). Gradient checkpointing, TRL's default, is off, since it
+costs TRL time; `--gradient-checkpointing` trades that for memory. Everything else not given here is TRL's default.
 
 Output: step_s (median without the first step), steps_s, rollouts_per_s, response_tokens_mean, reward_mean, peak_bytes
 (VmHWM after training and before the last evaluation); with --eval-heldout also `evaluations`: [{step, train_s,
@@ -114,7 +114,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory, more time")
     parser.add_argument("--eval-heldout", type=Path, help="JSONL file: greedy accuracy before and after")
     parser.add_argument("--eval-every", type=int, default=0, help="evaluate also every so many steps")
     return parser.parse_args()

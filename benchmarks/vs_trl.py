@@ -2,6 +2,7 @@
 
 python benchmarks/vs_trl.py --shape quickstart      24-token prompts, 5 new tokens, 4 prompts x 8 samples
 python benchmarks/vs_trl.py --shape long            up to 128 new tokens
+python benchmarks/vs_trl.py --gradient-checkpointing            activations recomputed on both sides
 
 Each round runs both sides once, as fresh processes, the first side changing from round to round. Printed: a table of
 the medians over the rounds, then one JSON object with every figure.
@@ -27,7 +28,8 @@ def trl(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, Path(__file__).with_name("trl_runner.py"), "--model", model, "--seed", options.seed]
     command += ["--prompts", options.prompts, "--group-size", options.group_size, "--steps", options.steps]
     command += ["--max-new-tokens", options.max_new_tokens]
-    command += ["--gradient-checkpointing" if options.gradient_checkpointing else "--no-gradient-checkpointing"]
+    if options.gradient_checkpointing:
+        command.append("--gradient-checkpointing")
     return measure.run_json(command, timeout_s=options.timeout_s)
 
 
@@ -41,6 +43,7 @@ def grpo_mc(model: Path, options: argparse.Namespace) -> dict[str, Any]:
         steps=options.steps,
         seed=options.seed,
         timeout_s=options.timeout_s,
+        overrides=["model.recompute=full"] if options.gradient_checkpointing else [],
     )
 
 
@@ -54,7 +57,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="per process; the first is not counted")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="TRL's")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="both sides: less memory, more time")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="bound of one process")
     options = parser.parse_args()
     options.max_new_tokens = options.max_new_tokens or SHAPES[options.shape]
