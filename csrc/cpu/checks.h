@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
+
 #include "cpu/kernels.h"
 
 namespace grpo_mc {
@@ -10,6 +12,10 @@ namespace grpo_mc {
 inline void check_vector(const char* op, const char* name, const at::Tensor& x, int64_t size, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == size, op, ": ", name, " has shape ", x.sizes(), "; it must be [", size, "]");
   TORCH_CHECK_VALUE(x.scalar_type() == dtype, op, ": ", name, " has dtype ", x.scalar_type(), "; it must be ", dtype);
+}
+
+inline void check_finite(const char* op, const char* name, double value) {
+  TORCH_CHECK_VALUE(std::isfinite(value), op, ": ", name, " is ", value, "; it must be a finite number");
 }
 
 inline Element element_of(const char* op, const char* name, const at::Tensor& x, bool allow_double) {

@@ -82,7 +82,8 @@ void check(const Tensor& rewards, const Tensor& group_ids, const std::optional<T
                     ": scale is '", scale, "'; use std, leave_one_out_std, batch_std or none");
   TORCH_CHECK_VALUE(options.ddof == 0 || options.ddof == 1, kOp, ": ddof is ", options.ddof,
                     "; use 0 (population std) or 1 (sample std)");
-  TORCH_CHECK_VALUE(options.eps >= 0, kOp, ": eps is ", options.eps, "; it must be at least 0");
+  TORCH_CHECK_VALUE(options.eps >= 0 && std::isfinite(options.eps), kOp, ": eps is ", options.eps,
+                    "; it must be finite and at least 0");
 }
 
 Tensor group_advantages(const Tensor& rewards, const Tensor& group_ids, const std::optional<Tensor>& valid,

@@ -47,6 +47,7 @@ void check_tables(const Tensor& tables, const Tensor& lengths, int64_t num_block
 Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
                        const Tensor& lengths, double scale) {
   check_shapes(query, key_cache, value_cache, block_tables, lengths);
+  check_finite("paged_attention", "scale", scale);
   element_of("paged_attention", "query", query, /*allow_double=*/false);
   const Element cache = element_of("paged_attention", "key_cache", key_cache, /*allow_double=*/false);
   const Tensor tables = block_tables.contiguous(), used = lengths.contiguous();

@@ -194,10 +194,14 @@ void check_options(string_view kind, double clip_low, double clip_high, std::opt
   check_name("kind", kind, {"clip", "gspo", "gspo_token", "cispo", "reinforce"});
   check_name("kl", kl.value_or("none"), {"none", "k1", "k2", "k3"});
   check_name("kl_gradient", kl_gradient, {"direct", "k2", "importance"});
+  check_finite(kOp, "clip_low", clip_low);
+  check_finite(kOp, "clip_high", clip_high);
   TORCH_CHECK_VALUE(clip_low >= 0 && clip_high >= 0, kOp, ": clip_low is ", clip_low, " and clip_high ", clip_high,
                     "; both must be at least 0");
-  TORCH_CHECK_VALUE(!dual_clip.has_value() || *dual_clip > 1, kOp, ": dual_clip is ", dual_clip.value_or(0),
-                    "; it must be above 1, or None for off");
+  TORCH_CHECK_VALUE(!dual_clip.has_value() || (*dual_clip > 1 && std::isfinite(*dual_clip)), kOp, ": dual_clip is ",
+                    dual_clip.value_or(0), "; it must be finite and above 1, or None for off");
+  check_finite(kOp, "beta", beta);
+  check_finite(kOp, "entropy_coef", entropy_coef);
   TORCH_CHECK_VALUE(!dual_clip.has_value() || (kind != "cispo" && kind != "reinforce"), kOp, ": dual_clip is ",
                     dual_clip.value_or(0), " but kind is ", kind, ", which has no such bound; set dual_clip to None");
   TORCH_CHECK_VALUE(kl.has_value() == has_ref, kOp, ": got ", kl.has_value() ? "kl" : "ref_logprobs",
@@ -255,6 +259,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
   in.set_sequences(cu_seqlens, sequence_groups);
   check_aggregation(in, kind, aggregation, norm_length);
   TORCH_CHECK_VALUE(denominator.numel() == 1, kOp, ": denominator is ", denominator.sizes(), "; it must be one number");
+  const double count = denominator.item().toDouble();
+  TORCH_CHECK_VALUE(count >= 0 && std::isfinite(count), kOp, ": denominator is ", count,
+                    "; it must be a finite count, at least 0 (0 = nothing in the loss anywhere, which gives loss 0)");
 
   const bool is_double = dtype == at::kDouble, is_gspo = kind == "gspo";
   Tensor share, grad_ratio;
@@ -262,7 +269,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss(
   Tensor grad_logprobs = at::empty_like(in.logprobs);
   Tensor grad_entropy = entropy_coef != 0 ? at::empty_like(in.entropy) : at::empty({0}, in.logprobs.options());
   PolicyTokens tokens{};
-  tokens.coefficient = coefficients(in, aggregation, norm_length, denominator.item().toDouble(), share);
+  tokens.coefficient = coefficients(in, aggregation, norm_length, count, share);
   if (is_gspo || kind == "gspo_token") {
     sequences = is_double ? sequence_ratio<double>(in) : sequence_ratio<float>(in);
     if (is_gspo) grad_ratio = at::empty_like(in.logprobs);

@@ -25,6 +25,10 @@ struct Shard {
     TORCH_CHECK_VALUE(logits_.dim() == 2, op, ": logits has shape ", logits_.sizes(), "; it must be [T, V]");
     TORCH_CHECK_VALUE(temperature > 0 && std::isfinite(temperature), op, ": temperature is ", temperature,
                       "; it must be positive and finite (greedy sampling has no log-probs to train on)");
+    // The kernels scale in float32, where 1e-39 is a temperature of 0 and 1e46 one of infinity.
+    const float narrow = static_cast<float>(inv_temperature);
+    TORCH_CHECK_VALUE(narrow > 0 && std::isfinite(narrow), op, ": temperature is ", temperature,
+                      ", whose inverse float32 cannot hold; it must lie between 1e-38 and 1e38");
     TORCH_CHECK_VALUE(start >= 0 && vocab_size > 0, op, ": vocab_start is ", start, " and vocab_size is ", vocab_size,
                       "; they must be at least 0 and 1");
     dtype = element_of(op, "logits", logits_, /*allow_double=*/true);

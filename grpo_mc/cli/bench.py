@@ -1,7 +1,8 @@
 """Times an operator against its plain reference and the library baselines, alternating, in one process.
 
-Each line gives shape, dtype, seconds (median), GFLOP/s or GB/s, and ratio = baseline / ours. --compare prints, beside
-each line, the change against an earlier --json file.
+Each line gives shape, dtype, milliseconds (median), GFLOP/s or GB/s, and how many times faster or slower than the
+baseline the operator is. In --json that is `ratio`, the baseline's time by ours: above 1 ours is faster. --compare
+prints, beside each line, the change against an earlier --json file.
 """
 
 from __future__ import annotations

@@ -7,23 +7,18 @@ is imported before a command needs it) and shows in one place what the commands 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_mc.cli.notices import set_up_notices
+
 if TYPE_CHECKING:
     from grpo_mc.config import Config
-    from grpo_mc.data.records import Group, Prompt
+    from grpo_mc.data.dataset import PromptDataset
+    from grpo_mc.data.records import Group
     from grpo_mc.monitor import RunMonitor
 
-
-_NOTES = (
-    ".*Transformer Engine.*",
-    ".*Apex.*",
-    ".*full scope is deprecated.*",  # a default of its own configuration
-    r"The \.grad attribute of a Tensor that is not a leaf.*",  # its optimizer looks at shards of parameters
-)
 
 EXPORT_DIR = "model"
 """Folder of a run directory that holds the trained model as safetensors."""
@@ -37,12 +32,6 @@ def world_size() -> int:
 def is_first_rank() -> bool:
     """True on the one process that prints."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def quiet_libraries() -> None:
-    """Silences notes of Megatron-Core that say nothing to a user: on packages it can do without, and on itself."""
-    for message in _NOTES:
-        warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 def load_config(path: Path, overrides: Sequence[str]) -> Config:
@@ -84,18 +73,18 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def train(config: Config, *, resume_dir: Path | None, sink: RunMonitor) -> Any:
     """Runs the training loop; returns its TrainResult."""
-    quiet_libraries()
+    set_up_notices()
     from grpo_mc.pipeline.run import train as run
 
     return recorded(run)(config, resume_dir=resume_dir, sink=sink)
 
 
-def evaluate(config: Config) -> dict[str, Any]:
-    """Evaluates the configuration's model; the figures by name (`accuracy`, `stderr`, `n`, ...)."""
-    quiet_libraries()
+def evaluate(config: Config, *, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Evaluates the configuration's model; the figures by name (`accuracy`, `accuracy_error`, `n`, ...)."""
+    set_up_notices()
     from grpo_mc.pipeline.run import evaluate as run
 
-    return dict(recorded(run)(config).record())
+    return dict(recorded(run)(config, on_progress=on_progress).record())
 
 
 def trained_model(run_dir: Path) -> Path:
@@ -115,29 +104,34 @@ def trained_model(run_dir: Path) -> Path:
 
 def read_model_architecture(config: Config) -> Any:
     """The ModelArchitecture behind model.path; weights are not read (a .gguf file is converted once)."""
-    quiet_libraries()
+    set_up_notices()
     from grpo_mc.megatron.hf_checkpoint import locate_folder
     from grpo_mc.megatron.hf_config import read_architecture
 
     return read_architecture(locate_folder(config.model.path, config.model.cache_dir))
 
 
-def first_prompt(config: Config) -> Prompt:
-    """The first training problem, made as training makes it; the whole source is read and checked on the way."""
-    from grpo_mc.data.dataset import PromptDataset
+def prompts(config: Config) -> tuple[PromptDataset | None, PromptDataset | None]:
+    """The training prompts and the held-out prompts, read and checked as a run does; None for what it does not use."""
+    from grpo_mc.data.dataset import held_out_prompts, training_prompts
     from grpo_mc.data.tokenizer import load_tokenizer
 
-    assert config.data.train is not None
+    mode = config.pipeline.mode
+    needs_training = config.data.train is not None and mode != "train_only"
+    needs_held_out = config.evaluation.source is not None and mode == "train"
+    if not needs_training and not needs_held_out:
+        return None, None
+    positions = read_model_architecture(config).max_positions
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.cache_dir)
-    dataset = PromptDataset(
-        config.data.train, tokenizer, exclude=config.data.exclude, max_prompt_tokens=config.data.max_prompt_tokens
+    return (
+        training_prompts(config, tokenizer, positions) if needs_training else None,
+        held_out_prompts(config, tokenizer, positions) if needs_held_out else None,
     )
-    return dataset[0]
 
 
 def generate(model: str, prompts: Sequence[str], **options: Any) -> Iterable[Any]:
     """Responses in prompt order, `num_samples` for each prompt."""
-    quiet_libraries()
+    set_up_notices()
     from grpo_mc.pipeline.run import generate as run
 
     return run(model, prompts, **options)
@@ -145,7 +139,7 @@ def generate(model: str, prompts: Sequence[str], **options: Any) -> Iterable[Any
 
 def import_model(source: str, destination: Path, *, dtype: str) -> Path:
     """Writes `source` (safetensors folder, GGUF file or package:NAME) as a safetensors folder."""
-    quiet_libraries()
+    set_up_notices()
     from grpo_mc.megatron.convert import import_model as run
 
     return run(source, destination, dtype=dtype)
@@ -153,7 +147,7 @@ def import_model(source: str, destination: Path, *, dtype: str) -> Path:
 
 def export_model(checkpoint: Path, destination: Path, *, dtype: str) -> Path:
     """Writes a training checkpoint as a safetensors folder."""
-    quiet_libraries()
+    set_up_notices()
     from grpo_mc.megatron.convert import export_model as run
 
     return run(checkpoint, destination, dtype=dtype)
@@ -161,7 +155,7 @@ def export_model(checkpoint: Path, destination: Path, *, dtype: str) -> Path:
 
 def check_parity(**options: Any) -> int:
     """Runs the layout-parity check, which prints its own table; returns the exit status."""
-    quiet_libraries()
+    set_up_notices()
     from grpo_mc.megatron.parity import run
 
     return int(run(**options))

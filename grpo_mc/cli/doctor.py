@@ -1,6 +1,6 @@
 """Looks at this machine and this installation, and says what to do about what is wrong: cores, memory, disk, Python and
-package versions against the tested ones, compiled operators, optional engines, ports, a bounded process group of two
-processes, writing to the working directory.
+package versions against the tested ones, compiled operators, ports, a bounded process group of two processes, writing
+to the working directory and to the cache.
 
 Exit status 1 if a check fails; warnings do not change it.
 """
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from grpo_mc.cli.doctor_checks import all_checks
+    from grpo_mc.monitor.formats import counted
 
     failed = warned = 0
     for check in all_checks(args.probe_timeout_s):
@@ -37,5 +38,5 @@ def run(args: argparse.Namespace) -> int:
             if check.advice:
                 print(f"{'':<27}-> {check.advice}", flush=True)
     if not args.json:
-        print(f"{failed} failed, {warned} warnings" if failed or warned else "ready")
+        print(f"{failed} failed, {counted(warned, 'warning')}" if failed or warned else "ready")
     return 1 if failed else 0

@@ -4,7 +4,6 @@ result."""
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -15,6 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from grpo_mc.monitor.formats import counted
 
 TESTED = {
     "torch": ("2.11", "2.15", "2.13.0"),
@@ -26,13 +28,6 @@ TESTED = {
 REQUIRED = ("gguf", "math-verify", "numpy", "psutil", "pyarrow", "pydantic", "pyyaml", "reasoning-gym", "rich",
             "safetensors")  # fmt: skip
 """The other packages of pyproject.toml's dependencies."""
-
-OPTIONAL = {
-    "vllm": ("vllm", "faster rollouts"),
-    "transformer_engine": ("transformer-engine", "fused layers and FP8 on GPUs"),
-    "flash_attn": ("flash-attn", "faster attention on GPUs"),
-}
-"""Module -> (distribution, what it is for)."""
 
 MIN_DISK_BYTES = 2_000_000_000
 MIN_MEMORY_BYTES = 4_000_000_000
@@ -62,8 +57,6 @@ def all_checks(probe_timeout_s: float) -> Iterator[Check]:
     for name in TESTED:
         yield check_version(name)
     yield check_operators()
-    for module in OPTIONAL:
-        yield check_optional(module)
     yield check_writable("working directory", Path.cwd())
     yield check_writable("cache", cache_directory())
     yield check_port()
@@ -80,7 +73,7 @@ def check_python() -> Check:
 def check_processor() -> Check:
     cores = len(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS")
-    detail = f"{cores} cores usable of {os.cpu_count()}, {platform.machine()}"
+    detail = f"{counted(cores, 'core')} usable of {os.cpu_count()}, {platform.machine()}"
     if threads is not None and threads.isdigit() and int(threads) > cores:
         advice = f"set OMP_NUM_THREADS={cores} or less"
         return Check("processor", "warn", f"{detail}, OMP_NUM_THREADS={threads}", advice)
@@ -175,22 +168,23 @@ def check_operators() -> Check:
     except Exception as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return Check("compiled operators", "fail", first_line, "build them: pip install --no-build-isolation -e .")
-    detail = ", ".join(f"{key} {value}" for key, value in info.items())
+    detail = operators_text(info)
     if info.get("cpu_isa") == "generic" and platform.machine() in ("x86_64", "amd64"):
         advice = "no AVX2 on this processor, so plain code is used, which is several times slower"
         return Check("compiled operators", "warn", detail, advice)
     return Check("compiled operators", "ok", detail)
 
 
-def check_optional(module: str) -> Check:
-    distribution, purpose = OPTIONAL[module]
-    if importlib.util.find_spec(module) is None:
-        return Check(module, "ok", f"not installed (optional: {purpose})")
-    try:
-        version = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        version = "version unknown"
-    return Check(module, "ok", f"{version} ({purpose})")
+def operators_text(info: dict[str, Any]) -> str:
+    """What the operators say of themselves (ops.loader.info) in words."""
+    if not info["cuda_library"]:
+        cuda = "not built for CUDA"
+    else:
+        cuda = "built for CUDA" if "cuda" in info["devices"] else "built for CUDA, but no CUDA device is usable"
+    return (
+        f"version {info['version']}, built with torch {info['built_torch']}, {info['cpu_isa']} code on the CPU "
+        f"({counted(info['threads'], 'thread')} of {counted(info['cpus'], 'core')}), {cuda}"
+    )
 
 
 def cache_directory() -> Path:

@@ -1,5 +1,5 @@
-"""What `train --dry-run` prints: the resolved configuration, the objective, the mesh, a memory estimate and one scored
-reward. No process group, no weights and no training; the model's config.json and the first problem are read."""
+"""What `train --dry-run` prints: the resolved configuration, the objective, the mesh, a memory estimate, the prompts
+and one scored reward. No process group, no weights and no training; the model's config.json and the data are read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from grpo_mc.config import Config
+    from grpo_mc.data.dataset import PromptDataset
     from grpo_mc.data.records import Group, Prompt
 
 
@@ -16,13 +17,16 @@ def explain(config: Config) -> None:
     Raises:
         ValueError: the model, the layout, the data or a reward function does not work as configured.
     """
+    from grpo_mc.cli import calls
     from grpo_mc.config import config_warnings, objective_formula, to_yaml
 
     _part("configuration", to_yaml(config))
     _part("objective", objective_formula(config))
     _part("mesh", mesh_text(config))
     _part("memory on the fullest rank (estimate)", memory_text(config))
-    _part("one scored reward", reward_text(config))
+    training, held_out = calls.prompts(config)
+    _part("prompts", prompts_text(training, held_out))
+    _part("one scored reward", reward_text(config, training))
     warnings = config_warnings(config)
     if warnings:
         _part("warnings", "\n".join(warnings))
@@ -53,36 +57,35 @@ def memory_text(config: Config) -> str:
     from grpo_mc.cli import calls
     from grpo_mc.config import check_parallel
     from grpo_mc.megatron.hf_config import model_shape
-    from grpo_mc.megatron.memory_estimate import Layout, estimate_memory, parameter_count
+    from grpo_mc.megatron.memory_estimate import estimate_memory, parameter_count, run_layout
 
     arch = calls.read_model_architecture(config)
     p = config.parallel
     p = check_parallel(p, model_shape(arch), p.tp * p.pp * p.cp * (p.dp or 1))
-    layout = Layout(
-        tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp or 1, cp=p.cp, dp=p.dp or 1,
-        dtype=config.model.dtype,
-        sequence_parallel=bool(p.sequence_parallel),
-        recompute=config.model.recompute == "full",
-        has_reference=config.algorithm.beta > 0,
-        max_tokens_per_micro_batch=p.max_tokens_per_micro_batch,
-        num_prompts=config.data.prompts_per_step,
-        group_size=config.rollout.group_size,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_new_tokens=config.rollout.max_new_tokens,
-        max_batch_rows=config.rollout.max_batch_rows,
-    )  # fmt: skip
+    layout = run_layout(config.model_copy(update={"parallel": p}))
     lines = estimate_memory(arch, layout).lines()
     return "\n".join([f"model {config.model.path}: {parameter_count(arch) / 1e6:,.1f} M parameters", *lines])
 
 
-def reward_text(config: Config) -> str:
+def prompts_text(training: PromptDataset | None, held_out: PromptDataset | None) -> str:
+    """How many prompts there are, and how many were left out."""
+    lines = [
+        f"{name}: {len(dataset)} of {dataset.num_read} records; left out are {dataset.num_too_long} for their length"
+        f" and {dataset.num_excluded} as excluded problems"
+        for name, dataset in (("training", training), ("held-out", held_out))
+        if dataset is not None
+    ]
+    return "\n".join(lines) or "none: the run reads no prompts"
+
+
+def reward_text(config: Config, training: PromptDataset | None) -> str:
     """The first training problem, with its reference answer taken as the response and scored."""
     from grpo_mc.cli import calls
     from grpo_mc.cli.reward_text import verdict_lines
 
-    if config.data.train is None or not config.rewards.functions:
-        return "none: data.train or rewards.functions is not set"
-    prompt = calls.first_prompt(config)
+    if training is None or not config.rewards.functions:
+        return "none: data.train or rewards.functions is not set, or not used by pipeline.mode"
+    prompt = training[0]
     if prompt.ground_truth is None:
         return f"prompt {prompt.text!r}: no reference answer in the data, so there is no response to try"
     group = reference_group(prompt)

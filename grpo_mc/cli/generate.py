@@ -1,6 +1,11 @@
 """Samples text from a model: a safetensors folder, a .gguf file, package:NAME, or the RUN_DIR of a finished run.
 
-The prompt is taken as raw text; --chat puts it into the model's chat template as the user's message.
+The prompt is taken as raw text, which the model continues: right for a base model and for a prompt that ends where the
+answer begins ("8 + 4 ="). To ask an instruct or chat model a question, give --chat: the prompt is then the user's
+message in the model's chat template.
+
+Standard output has the response alone. Several responses each follow a line "=== prompt 1, sample 2 (finished)";
+"truncated" there means that --max-new-tokens ended it.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder, .gguf file, package:NAME or RUN_DIR")
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; \\n is a line end; may be repeated")
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="one prompt a line; - reads standard input")
-    parser.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    parser.add_argument("--chat", action="store_true", help="prompts are messages to an instruct or chat model")
     parser.add_argument("--system", metavar="TEXT", help="system message (with --chat)")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="responses for each prompt (1)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="longest response (128)")
@@ -40,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from grpo_mc.cli import calls
+    from grpo_mc.data.text import printable
     from grpo_mc.monitor.run_files import to_line
 
     prompts = read_prompts(args.prompt, args.prompt_file)
@@ -57,12 +63,15 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
         stop=args.stop, seed=args.seed, dtype=args.dtype,
     )  # fmt: skip
+    are_several = len(prompts) * args.num_samples > 1
     for rollout in rollouts:
         if args.json:
             print(to_line(response_record(rollout)), end="", flush=True)
-        else:
-            print(f"--- prompt {rollout.group_id}, sample {rollout.sample_index} ({rollout.finish_reason})")
-            print(f"{rollout.prompt.text}>>>{rollout.text}", flush=True)
+            continue
+        if are_several:
+            print(f"=== prompt {rollout.group_id + 1}, sample {rollout.sample_index + 1} ({rollout.finish_reason})")
+        # A terminal obeys control characters; a file or a pipe gets the text as it is.
+        print(printable(rollout.text) if sys.stdout.isatty() else rollout.text, flush=True)
     return 0
 
 

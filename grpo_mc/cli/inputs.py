@@ -18,7 +18,7 @@ def split_config_and_overrides(arguments: Sequence[str], *, needs_config: bool) 
     Raises:
         ValueError: no config file where one is needed, or two.
     """
-    files = [a for a in arguments if "=" not in a or Path(a).exists()]
+    files = [a for a in arguments if "=" not in a or _is_there(Path(a))]
     overrides = [a for a in arguments if a not in files]
     if len(files) > 1:
         raise ValueError(
@@ -27,6 +27,13 @@ def split_config_and_overrides(arguments: Sequence[str], *, needs_config: bool) 
     if not files and needs_config:
         raise ValueError("no config file given; give one, e.g. configs/quickstart.yaml")
     return (Path(files[0]) if files else None), overrides
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # longer than a file name can be, for one
+        return False
 
 
 def parse_rewards(specifications: Sequence[str]) -> RewardsConfig:

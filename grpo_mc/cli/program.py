@@ -12,14 +12,16 @@ import argparse
 import errno
 import importlib
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
+from grpo_mc.data.text import printable
 from grpo_mc.pipeline.stop import Interrupted
 
 EXIT_BOUND_S = 30.0
@@ -109,33 +111,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; None = this process's own, and then a failure also bounds the time to its end.
     """
+    open_missing_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     status = 1
     try:
         status = _dispatch(arguments)
     except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
-            print(f"grpo-mc: {stop}", file=sys.stderr)
+            _say(f"grpo-mc: {stop}")
         status = stop.exit_status
     except KeyboardInterrupt:
-        print("grpo-mc: interrupted", file=sys.stderr)
+        _say("grpo-mc: interrupted")
         status = 130
     except BrokenPipeError:
         # The reader of our output is gone (`| head`); what is left in the buffer has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         status = 141
     except Exception as error:
         if not is_users_mistake(error):
             raise
         if os.environ.get("GRPO_MC_DEBUG", "0") not in ("", "0"):
-            traceback.print_exc()
-        print(f"grpo-mc: error: {describe(error)}", file=sys.stderr)
+            _say(traceback.format_exc().rstrip())
+        _say(f"grpo-mc: error: {describe(error)}")
         status = 2
     finally:
-        sys.stderr.flush()
+        _say("", end="")
         if argv is None and status != 0:
             _bound_exit(status)
     return status
+
+
+def open_missing_streams() -> None:
+    """Standard streams that were closed (`2>&-`) become the null device. Python has None for them, which nothing can
+    print to, and the next file opened would get their number: output of others would be written into it."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
+def _say(text: str, end: str = "\n") -> None:
+    """Writes to standard error what a person should read; that nobody can read it changes nothing."""
+    try:
+        print(printable(text), file=sys.stderr, end=end, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    from grpo_mc.monitor.lossy_stream import redirect_to_nowhere  # the package is not needed for --help
+
+    redirect_to_nowhere(stream)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -159,13 +192,22 @@ def _dispatch(arguments: list[str]) -> int:
 
 def is_users_mistake(error: BaseException) -> bool:
     """True for what the user can change: every ValueError, the file system's refusals among OSErrors, checkpoints that
-    cannot be written or read, and operators that are not built (an ImportError of ours that holds the command to run).
+    cannot be written or read, operators that are not built (an ImportError of ours that holds the command to run), and
+    memory that does not suffice.
     """
     if isinstance(error, OSError):
         kinds = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
         return error.errno in _USER_ERRNOS or isinstance(error, kinds)
     by_name = ("OperatorsMissing", "CheckpointError")  # importing them here would import torch
-    return isinstance(error, ValueError) or type(error).__name__ in by_name
+    return isinstance(error, ValueError) or type(error).__name__ in by_name or is_out_of_memory(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for Python's MemoryError and for what torch's allocators raise: a class of its own for a GPU, and for a CPU
+    a RuntimeError that only its text tells apart."""
+    is_gpu = type(error).__name__ == "OutOfMemoryError"
+    is_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError) or is_gpu or is_cpu
 
 
 def describe(error: BaseException) -> str:
@@ -173,11 +215,23 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         place = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{place}"
+    if is_out_of_memory(error):
+        return _describe_out_of_memory(error)
     text = str(error).strip() or type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     is_ours = bool(frames) and os.path.abspath(frames[-1].filename).startswith(package + os.sep)
     return text if is_ours else f"{text} (GRPO_MC_DEBUG=1 shows where)"
+
+
+def _describe_out_of_memory(error: BaseException) -> str:
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ [KMGT]?i?B|\d+ bytes)", str(error))
+    return (
+        f"out of memory{f': {asked[1]} more were asked for' if asked else ''}; lower "
+        "parallel.max_tokens_per_micro_batch (training), rollout.max_batch_rows (sampling) or "
+        "inference.max_tokens_per_batch (reference), set model.recompute=full, choose a smaller model, or split it "
+        "with parallel.tp or parallel.pp; `grpo-mc train CONFIG --dry-run` estimates what a run needs"
+    )
 
 
 def _bound_exit(status: int) -> None:

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from grpo_mc.monitor.progress import format_number
+from grpo_mc.data.text import printable
+from grpo_mc.monitor.formats import counted, format_number
 
 if TYPE_CHECKING:
     from grpo_mc.data.records import Group, Rollout
@@ -20,6 +21,7 @@ def verdict_lines(rollout: Rollout) -> list[str]:
         f"  {v.name:<16} {v.status:<11} {'-' if v.score is None else format_number(v.score):>7}  {v.reason}".rstrip()
         for v in rollout.verdicts
     ]
+    lines = [printable(line) for line in lines]  # verdicts may come from a file
     reward = "unscored" if rollout.reward is None else format_number(rollout.reward)
     return [*lines, f"  reward {reward}"]
 
@@ -28,7 +30,7 @@ def summary_text(groups: Sequence[Group]) -> str:
     """How many responses were scored, the mean reward, and the mean of each function."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [r.reward for r in rollouts if r.reward is not None]
-    lines = [f"{len(rollouts)} responses in {len(groups)} groups, {len(rewards)} scored"]
+    lines = [f"{counted(len(rollouts), 'response')} in {counted(len(groups), 'group')}, {len(rewards)} scored"]
     if rewards:
         lines.append(f"  reward           mean {format_number(statistics.fmean(rewards))}")
     for name in dict.fromkeys(v.name for r in rollouts for v in r.verdicts):
@@ -39,7 +41,7 @@ def summary_text(groups: Sequence[Group]) -> str:
         mean = format_number(statistics.fmean(scores)) if scores else "-"
         lines.append(f"  {name:<16} mean {mean}{'; ' + counts if counts else ''}")
     same = sum(len(set(g.valid_rewards())) == 1 and len(g.valid_rewards()) > 1 for g in groups)
-    lines.append(f"  {same} groups of several responses without any spread (they teach nothing)")
+    lines.append(f"  groups of several responses without any spread, which teach nothing: {same}")
     return "\n".join(lines)
 
 

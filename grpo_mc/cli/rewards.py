@@ -66,6 +66,7 @@ def _score(args: argparse.Namespace) -> int:
     from grpo_mc.cli import calls
     from grpo_mc.cli.inputs import parse_rewards
     from grpo_mc.cli.reward_text import summary_text, verdict_lines
+    from grpo_mc.data.text import printable
     from grpo_mc.monitor.metrics import sample_record
     from grpo_mc.monitor.run_files import to_line
     from grpo_mc.rewards.files import read_responses, score_responses
@@ -84,7 +85,7 @@ def _score(args: argparse.Namespace) -> int:
             dropped = ("step", "response_length", "finish_reason")
             print(to_line({key: value for key, value in record.items() if key not in dropped}), end="")
         else:
-            print(f"{number}: {json.dumps(rollout.text, ensure_ascii=False)[:100]}")
+            print(f"{number}: {printable(json.dumps(rollout.text, ensure_ascii=False)[:100])}")
             print("\n".join(verdict_lines(rollout)))
     if not args.json:
         print(summary_text(groups))

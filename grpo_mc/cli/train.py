@@ -1,14 +1,15 @@
 """Trains a model with GRPO as CONFIG says, and writes metrics, checkpoints and a report into run.dir.
 
 Under torchrun the same command runs on every rank. Overrides are section.key=value and win over the file. --dry-run
-prints the resolved configuration, the objective as a formula, the mesh, a memory estimate and one scored reward, and
-stops. --resume goes on with a run from its newest complete checkpoint; the run's own config.yaml holds, with the
-overrides given.
+prints the resolved configuration, the objective as a formula, the mesh, a memory estimate, the prompts and one scored
+reward, and stops. --resume goes on with a run from its newest complete checkpoint; the run's own config.yaml holds,
+with the overrides given.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +66,7 @@ def _train(config: Config, resume_dir: Path | None) -> int:
     from grpo_mc.config import check_trainable, config_warnings
     from grpo_mc.monitor import RunMonitor, write_report
     from grpo_mc.monitor.report import read_run, summary_lines
+    from grpo_mc.pipeline.stop import Interrupted
 
     check_trainable(config)
     run_dir = Path(config.run.dir)
@@ -72,10 +74,26 @@ def _train(config: Config, resume_dir: Path | None) -> int:
         for warning in config_warnings(config):
             print(f"grpo-mc: warning: {warning}", file=sys.stderr)
     with RunMonitor(run_dir, config) as monitor:
-        calls.train(config, resume_dir=resume_dir, sink=monitor)
+        try:
+            calls.train(config, resume_dir=resume_dir, sink=monitor)
+        except KeyboardInterrupt:  # during the set-up, or the second Ctrl-C
+            raise Interrupted(signal.SIGINT, interruption_text(run_dir)) from None
     if calls.is_first_rank():
         path = write_report(run_dir)
-        for line in summary_lines(read_run(run_dir)):
+        display = monitor.display
+        shown = set(display.evaluated_steps) if display.is_shown else set()
+        for line in summary_lines(read_run(run_dir), shown):
             print(line)
         print(f"report: {path}")
     return 0
+
+
+def interruption_text(run_dir: Path) -> str:
+    """What a run leaves that Ctrl-C ended at once, and how to go on."""
+    from grpo_mc.monitor.run_files import CHECKPOINTS_DIR, METRICS_FILE, read_line_file
+
+    if any((run_dir / CHECKPOINTS_DIR).glob("step_*")):
+        return f"interrupted; go on from the last saved step with `grpo-mc train --resume {run_dir}`"
+    if read_line_file(run_dir / METRICS_FILE).records:
+        return f"interrupted, and no step is saved; start again with another run.dir, or delete {run_dir}"
+    return "interrupted before the first step: nothing was saved, start again with the same command"

@@ -16,6 +16,11 @@ class ConfigError(ValueError):
     """A configuration that the user has to change. The message names the key, the value and what is needed."""
 
 
+def shorten(text: str) -> str:
+    """The text as messages show it: cut to 80 characters."""
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys and values of the wrong type."""
 

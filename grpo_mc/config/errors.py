@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from grpo_mc.config.base import shorten
 from grpo_mc.config.data import DataConfig
 from grpo_mc.config.keys import section_classes
 from grpo_mc.config.rewards import RewardsConfig
@@ -116,8 +117,7 @@ def _show(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
-    text = repr(value)
-    text = text if len(text) <= 80 else text[:77] + "..."
+    text = shorten(repr(value))
     return f"{text} (text)" if isinstance(value, str) else text
 
 

@@ -20,8 +20,8 @@ def objective_formula(config: Config) -> str:
     lines += _loss_lines(algorithm)
     lines += _aggregation_lines(config)
     lines.append(
-        f"  batch: {config.data.prompts_per_step} groups, {algorithm.epochs} pass(es), "
-        f"{algorithm.minibatches} optimizer step(s) a pass; temperature {config.rollout.temperature:g} on both sides"
+        f"  groups in a batch: {config.data.prompts_per_step}; passes over it: {algorithm.epochs}; "
+        f"optimizer steps in a pass: {algorithm.minibatches}; temperature {config.rollout.temperature:g} on both sides"
     )
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
-from grpo_mc.config.base import Section
+from grpo_mc.config.base import Section, shorten
 from grpo_mc.config.schema import Config
 from grpo_mc.config.strict_yaml import Document, KeyPath
 
@@ -121,7 +121,7 @@ def _message(document: Document, path: KeyPath, section: type[Section]) -> str:
     mark = document.mark(path)
     place = f"{mark.place}: " if mark else ""
     where = f"in section '{'.'.join(map(str, path[:-1]))}'" if len(path) > 1 else "at the top level"
-    return f"{place}unknown key '{path[-1]}' {where}; {suggest(str(path[-1]), section)}"
+    return f"{place}unknown key '{shorten(str(path[-1]))}' {where}; {suggest(str(path[-1]), section)}"
 
 
 def suggest(key: str, section: type[Section]) -> str:

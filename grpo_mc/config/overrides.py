@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-from grpo_mc.config.base import ConfigError, Section
+from grpo_mc.config.base import ConfigError, Section, shorten
 from grpo_mc.config.keys import pick_section, suggest
 from grpo_mc.config.schema import Config
 from grpo_mc.config.strict_yaml import Document, KeyPath, Mark, parse_value
@@ -27,12 +27,14 @@ def apply_overrides(document: Document, overrides: list[str]) -> Document:
     marks = dict(document.marks)
     for override in overrides:
         name, separator, text = override.partition("=")
-        place = f"command line, {override}"
+        place = f"command line, {shorten(override)}"
         if not separator or not all(name.split(".")):
             raise ConfigError(f"{place}: needs section.key=value, e.g. optimizer.lr=1e-6")
         if "." not in name and name not in Config.model_fields:
-            raise ConfigError(f"{place}: needs section.key=value; '{name}' is no section, {suggest(name, Config)}")
-        path: KeyPath = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+            raise ConfigError(
+                f"{place}: needs section.key=value; '{shorten(name)}' is no section, {suggest(name, Config)}"
+            )
+        path: KeyPath = tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in name.split("."))
         value = _value(path, text, place, data)
         data = _with_value(data, path, value, place, ())
         marks = {key: mark for key, mark in marks.items() if key[: len(path)] != path}
@@ -58,7 +60,7 @@ def _with_value(current: Any, path: KeyPath, value: Any, place: str, done: KeyPa
     if current is None:
         current = {}
     if not isinstance(current, dict):
-        raise ConfigError(f"{place}: {here} is {current!r} and has no key '{key}'")
+        raise ConfigError(f"{place}: {shorten(here)} is {shorten(repr(current))} and has no key '{shorten(str(key))}'")
     if isinstance(key, int) and not current:
         raise ConfigError(f"{place}: {here} is empty and has no item {key}; set the whole list in the file")
     return {**current, str(key): _with_value(current.get(str(key)), rest, value, place, (*done, key))}

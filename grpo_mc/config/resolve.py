@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mc.config.algorithm import AlgorithmConfig
-from grpo_mc.config.base import ConfigError, derive
+from grpo_mc.config.base import ConfigError, derive, shorten
 from grpo_mc.config.checks import check_across_sections
 from grpo_mc.config.layout import data_parallel_size, expert_tensor_size
 from grpo_mc.config.presets import PRESETS, Preset
@@ -28,7 +28,7 @@ def find_preset(name: str) -> Preset:
     key = name.lower().replace("-", "_").replace(".", "")
     near = [key] if key in PRESETS else difflib.get_close_matches(key, PRESETS, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise ConfigError(f"algorithm.preset is '{name}', which is no preset; {hint}Presets: {', '.join(PRESETS)}")
+    raise ConfigError(f"algorithm.preset is '{shorten(name)}', which is no preset; {hint}Presets: {', '.join(PRESETS)}")
 
 
 def apply_preset(config: Config) -> Config:

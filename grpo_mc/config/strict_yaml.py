@@ -14,10 +14,12 @@ from typing import Any
 
 import yaml
 
-from grpo_mc.config.base import ConfigError
+from grpo_mc.config.base import ConfigError, shorten
 
 KeyPath = tuple[str | int, ...]
 
+_MAX_DEPTH = 50  # of lists and sections inside one another; the configuration itself has 5
+_MAX_DIGITS = 400  # of a number: more than any float has
 _MAX_NODES = 20_000  # aliases of aliases can make a small file expand without end
 _INT = re.compile(r"[-+]?[0-9]+")
 _BASED_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
@@ -51,11 +53,17 @@ class Document:
 
 
 def scalar(text: str) -> str | int | float | bool | None:
-    """The value of plain (unquoted) YAML 1.2 text."""
+    """The value of plain (unquoted) YAML 1.2 text.
+
+    Raises:
+        ValueError: a number of more digits than any setting has.
+    """
     if text in ("", "~", "null", "Null", "NULL"):
         return None
     if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
         return text.lower() == "true"
+    if len(text) > _MAX_DIGITS and any(kind.fullmatch(text) for kind in (_INT, _BASED_INT, _FLOAT)):
+        raise ValueError(f"the number {shorten(text)} is too long; write one of at most {_MAX_DIGITS} characters")
     if _INT.fullmatch(text):
         return int(text)
     if _BASED_INT.fullmatch(text):
@@ -103,7 +111,13 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         what = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{place}: not valid YAML: {what}; check the indentation, colons and quotes here") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {error}") from error
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise _too_deep(name) from None
+
+
+def _too_deep(place: str) -> ConfigError:
+    return ConfigError(f"{place}: lists and sections are nested deeper than {_MAX_DEPTH} levels; write them flatter")
 
 
 def _place(name: str, node: yaml.Node) -> str:
@@ -134,7 +148,12 @@ class _Builder:
             raise ConfigError(f"{_place(self._name, node)}: this alias contains itself")
         if isinstance(node, yaml.ScalarNode):
             self._refuse_tag(node, ("tag:yaml.org,2002:str",))
-            return scalar(node.value) if node.style is None else node.value
+            try:
+                return scalar(node.value) if node.style is None else node.value
+            except ValueError as error:
+                raise ConfigError(f"{_place(self._name, node)}: {error}") from error
+        if len(self._open) >= _MAX_DEPTH:
+            raise _too_deep(_place(self._name, node))
         self._open.append(node)
         value: Any
         if isinstance(node, yaml.SequenceNode):

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mc.config import Config
 from grpo_mc.config.data import ReasoningGymSource, Source
 from grpo_mc.data.records import Prompt
 from grpo_mc.data.schemas import (
@@ -38,6 +39,7 @@ class PromptDataset:
         *,
         exclude: Sequence[str] = (),
         max_prompt_tokens: int | None = None,
+        limit_note: str = "",
     ) -> None:
         """Reads and tokenizes the whole source.
 
@@ -46,6 +48,7 @@ class PromptDataset:
             tokenizer: gives the token ids.
             exclude: JSON Lines files with problems that must not be drawn.
             max_prompt_tokens: longer prompts are left out; None = any length.
+            limit_note: where that limit comes from, for the messages.
 
         Raises:
             ValueError: a source or record that cannot be used, or no prompt left.
@@ -70,7 +73,7 @@ class PromptDataset:
                 self._prompts.append(prompt)
         counts = (
             f"{self.num_read} records read, {self.num_excluded} left out as excluded problems, {self.num_too_long} as "
-            f"longer than {max_prompt_tokens} tokens, {len(self._prompts)} kept"
+            f"longer than {max_prompt_tokens} tokens{limit_note}, {len(self._prompts)} kept"
         )
         if not self._prompts:
             raise ValueError(f"{source_name(source)}: no prompt is left: {counts}; give other data or a higher limit")
@@ -92,6 +95,68 @@ class PromptDataset:
                 own,
                 len(self._prompts),
             )
+
+
+def room_for_prompt(positions: int, max_new_tokens: int, setting: str) -> int:
+    """The most tokens of a prompt that leaves `max_new_tokens` of the model's positions for the response.
+
+    Args:
+        setting: which setting max_new_tokens is, for the message.
+
+    Raises:
+        ValueError: there is no room for a prompt.
+    """
+    if max_new_tokens >= positions:
+        raise ValueError(
+            f"{setting} is {max_new_tokens} but the model has {positions} positions for a prompt and its response"
+            f" together; lower {setting} to {positions - 1} or less, by as much as the prompts need"
+        )
+    return positions - max_new_tokens
+
+
+def training_prompts(config: Config, tokenizer: Tokenizer, positions: int) -> PromptDataset:
+    """The prompts of data.train. Those that are longer than data.max_prompt_tokens, or that leave too few of the
+    model's positions for rollout.max_new_tokens, are left out and counted.
+
+    Args:
+        positions: the model's.
+
+    Raises:
+        ValueError: as PromptDataset; or rollout.max_new_tokens leaves no room for any prompt.
+    """
+    data = config.data
+    assert data.train is not None, "check_trainable has seen to it"
+    room = room_for_prompt(positions, config.rollout.max_new_tokens, "rollout.max_new_tokens")
+    note = ""
+    if room < data.max_prompt_tokens:
+        note = f" (the model's {positions} positions less rollout.max_new_tokens {config.rollout.max_new_tokens})"
+    limit = min(data.max_prompt_tokens, room)
+    return PromptDataset(data.train, tokenizer, exclude=data.exclude, max_prompt_tokens=limit, limit_note=note)
+
+
+def held_out_prompts(config: Config, tokenizer: Tokenizer, positions: int) -> PromptDataset:
+    """The prompts of evaluation.source, all of them: an accuracy over fewer would be another figure.
+
+    Args:
+        positions: the model's.
+
+    Raises:
+        ValueError: as PromptDataset; or prompts leave too few of the model's positions for a response.
+    """
+    source, own = config.evaluation.source, config.evaluation.max_new_tokens
+    assert source is not None, "the caller has seen to it"
+    setting = "rollout.max_new_tokens" if own is None else "evaluation.max_new_tokens"
+    max_new_tokens = own or config.rollout.max_new_tokens
+    room = room_for_prompt(positions, max_new_tokens, setting)
+    dataset = PromptDataset(source, tokenizer)
+    num_too_long = sum(len(dataset[at].token_ids) > room for at in range(len(dataset)))
+    if num_too_long:
+        raise ValueError(
+            f"evaluation.source: {num_too_long} of {len(dataset)} held-out prompts are longer than the"
+            f" {room} tokens that {setting} {max_new_tokens} leaves of the model's {positions} positions; lower"
+            " evaluation.max_new_tokens or take these prompts out of the source"
+        )
+    return dataset
 
 
 def make_prompt(record: Record, source: Source, tokenizer: Tokenizer, name: str) -> Prompt:

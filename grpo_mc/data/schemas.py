@@ -19,6 +19,7 @@ from typing import Any
 
 from grpo_mc.config.data import Source
 from grpo_mc.data.sources import Record
+from grpo_mc.data.text import find_surrogate
 
 Messages = tuple[dict[str, str], ...]
 
@@ -68,6 +69,11 @@ def read_problem(record: Record, source: Source) -> Problem:
             raise ValueError("data source: system_prompt needs the chat template; set chat: true, or leave it out")
         return Problem(content, None)
     messages: Messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
+    if source.system_prompt is not None and find_surrogate(source.system_prompt) is not None:
+        raise ValueError(
+            f"data source: system_prompt is {source.system_prompt!r}; UTF-8 cannot hold half of a surrogate pair; "
+            "write whole characters"
+        )
     if source.system_prompt is not None and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": source.system_prompt}, *messages)
     return Problem(None, messages)
@@ -83,7 +89,7 @@ def prompt_content(record: Record, field: str) -> str | Messages:
     if isinstance(value, str):
         if not value.strip():
             raise record.error(field, "a prompt with at least one character is needed")
-        return value
+        return _encodable(record, field, value)
     if not isinstance(value, list) or not value:
         raise record.error(field, "a text or a list of messages {role, content} is needed")
     return tuple(_message(record, field, at, message) for at, message in enumerate(value))
@@ -108,7 +114,9 @@ def fill_template(template: str, record: Record) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             have = ", ".join(record.fields)
             raise record.error(name, f"the template needs a text or a number there (fields: {have})")
-        values[name] = value
+        values[name] = _encodable(record, name, value) if isinstance(value, str) else value
+    if find_surrogate(template) is not None:
+        raise ValueError(f"template {template!r}: UTF-8 cannot hold half of a surrogate pair; write whole characters")
     try:
         return template.format(**values)
     except (ValueError, KeyError, IndexError) as error:
@@ -183,4 +191,15 @@ def _message(record: Record, field: str, at: int, message: Any) -> dict[str, str
         content = "".join(part["text"] for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise record.error(field, f"message {at} needs a role and a content, both texts (no images or tool calls)")
-    return {"role": role, "content": content}
+    return {"role": _encodable(record, field, role, at), "content": _encodable(record, field, content, at)}
+
+
+def _encodable(record: Record, field: str, text: str, message: int | None = None) -> str:
+    """The text itself, once UTF-8 can hold it: tokenizers read bytes."""
+    at = find_surrogate(text)
+    if at is None:
+        return text
+    place = f"character {at}" if message is None else f"character {at} of a text of message {message}"
+    raise record.error(
+        field, f"{place} is {text[at]!r}, half of a surrogate pair, which UTF-8 cannot hold; write the whole character"
+    )

@@ -5,7 +5,6 @@ state.json names the data files, which are Arrow streams; pyarrow reads them, so
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from grpo_mc.data.sources import Record
+from grpo_mc.data.strict_json import parse_json
 
 
 def read_hf(path: str) -> Iterator[Record]:
@@ -66,7 +66,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error}); save the dataset again") from error
     if not isinstance(value, dict):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_mc.data.sources import Record
+from grpo_mc.data.strict_json import parse_json
 
 
 def read_jsonl(path: str) -> Iterator[Record]:
@@ -28,7 +28,7 @@ def read_jsonl(path: str) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                fields = json.loads(line)
+                fields = parse_json(line)
             except ValueError as error:
                 raise ValueError(
                     f"{where}: not valid JSON ({error}): {_short(line)}; give one object a line"

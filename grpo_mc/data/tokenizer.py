@@ -10,7 +10,6 @@ the trainer trains on; nothing encodes a prompt twice.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,8 @@ import tokenizers
 from grpo_mc.data.cache import cache_root, cached_folder, file_key, package_gguf
 from grpo_mc.data.gguf_vocabulary import write_tokenizer
 from grpo_mc.data.records import TokenIds
+from grpo_mc.data.strict_json import parse_json
+from grpo_mc.data.text import find_surrogate
 
 _SAVED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _VERSION = "v1"
@@ -61,7 +62,16 @@ class Tokenizer:
 
         No end-of-sequence token is added, and nothing is cut or padded. Special tokens written out in the text count as
         themselves.
+
+        Raises:
+            ValueError: a text that UTF-8 cannot hold.
         """
+        at = find_surrogate(text)
+        if at is not None:
+            raise ValueError(
+                f"tokenizer: character {at} of the text is {text[at]!r}, half of a surrogate pair, which UTF-8 cannot "
+                f"hold: {text[max(0, at - 20) : at + 20]!r}; remove it or write the whole character"
+            )
         ids = self._backend.encode(text, add_special_tokens=False).ids
         leading = 0
         while leading < len(ids) and ids[leading] == self.bos_id:
@@ -189,7 +199,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error}); restore the file") from error
     if not isinstance(value, dict):

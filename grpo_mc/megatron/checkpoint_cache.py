@@ -8,9 +8,9 @@ The lock is an flock, which the kernel releases when its holder dies. A folder u
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
+import logging
 import os
 import shutil
 import time
@@ -21,9 +21,12 @@ from pathlib import Path
 
 import torch
 
+from grpo_mc.data.file_lock import try_lock
 from grpo_mc.megatron.gguf_checkpoint import GgufCheckpoint
 from grpo_mc.megatron.hf_export import write_hf_folder
 from grpo_mc.megatron.hf_mapping import hf_tensor_shapes
+
+_log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 900.0
 _LAYOUT_VERSION = 1
@@ -151,6 +154,7 @@ def _convert_once(path: Path, folder: Path) -> None:
         # Whoever wrote these was killed: it would hold the lock otherwise.
         for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        _log.info("importing %s (once; kept in %s)", path.name, folder.parent)
         source = GgufCheckpoint(path)
         shapes = hf_tensor_shapes(source.architecture)
         missing = [name for name in shapes if name not in source.names()]
@@ -172,15 +176,11 @@ def exclusive_lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[No
     """
     with path.open("a") as file:
         deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"convert model: another process has held {path} for {timeout_s:.0f} s; see whether it hangs, "
-                        "end it, and start again"
-                    ) from None
-                time.sleep(0.1)
+        while not try_lock(file):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"convert model: another process has held {path} for {timeout_s:.0f} s; see whether it hangs, "
+                    "end it, and start again"
+                )
+            time.sleep(0.1)
         yield

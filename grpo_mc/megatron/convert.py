@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mc.config import load_config
+from grpo_mc.data.strict_json import parse_json
 from grpo_mc.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from grpo_mc.megatron.checkpoint import CheckpointError, find_latest
 from grpo_mc.megatron.checkpoint_files import STATE, fault_of, step_of
@@ -173,7 +174,7 @@ def _find_checkpoint(path: Path) -> Path:
 
 def _saved_dtype(folder: Path, architecture: ModelArchitecture) -> str:
     """The type ("fp32" or "bf16") of a checkpoint's parameters, once it is known to be of this architecture."""
-    saved: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))["model"]
+    saved: dict[str, Any] = parse_json((folder / STATE).read_text(encoding="utf-8"))["model"]
     ours: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(architecture)))
     for name in ours:
         if saved.get(name, ours[name]) != ours[name]:  # it holds no token ids and suchlike, which may differ

@@ -54,6 +54,10 @@ class Checkpoint:
         """
         return read_tensor(self._entry(name), rows)
 
+    def path(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._entry(name).path
+
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._entries:
             raise ValueError(

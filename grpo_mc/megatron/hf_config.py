@@ -12,13 +12,14 @@ Rotary settings have two spellings on disk, `rope_theta` + `rope_scaling` and, s
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_mc.config.layout import ModelShape
+from grpo_mc.data.strict_json import parse_json
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 
@@ -27,6 +28,8 @@ _DEFAULT_ROPE_THETA = {"llama": 1e4, "qwen2": 1e4, "qwen3": 1e4, "mixtral": 1e6}
 _DEFAULT_RMS_NORM_EPS = {"llama": 1e-6, "qwen2": 1e-6, "qwen3": 1e-6, "mixtral": 1e-5}
 _DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072}
 _ARCHITECTURE_CLASS = {family: f"{family.capitalize()}ForCausalLM" for family in FAMILIES}
+
+_MAX_SIZE = 2**62 - 1  # of any size or count; torch counts in 64 bits
 
 # The further keys of each supported kind of rotary scaling.
 _ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
@@ -209,7 +212,7 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
         ValueError: the file is missing, unreadable or something else; the message names it and ends with `remedy`.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"read model: {path} is missing; {remedy}") from None
     except (OSError, ValueError) as error:
@@ -217,6 +220,13 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"read model: {path} holds a JSON {type(content).__name__}, not an object; {remedy}")
     return content
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether a value is a number above 0 that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max
 
 
 class _Keys:
@@ -229,7 +239,9 @@ class _Keys:
     def error(self, key: str, needed: str, remedy: str = "correct the file") -> ValueError:
         if key not in self.config:
             return ValueError(f"read model: {self.source} has no key '{key}' ({needed} is needed); {remedy}")
-        return ValueError(f"read model: {self.source}: '{key}' is {self.config[key]!r}, needed {needed}; {remedy}")
+        value = repr(self.config[key])
+        value = value if len(value) <= 200 else value[:197] + "..."
+        return ValueError(f"read model: {self.source}: '{key}' is {value}, needed {needed}; {remedy}")
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self.config.get(key)
@@ -243,15 +255,34 @@ class _Keys:
 
     def positive_int(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self.error(key, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_SIZE:
+            raise self.error(key, "a positive integer (below 2 ** 62)")
+        return value
+
+    def optional_int(self, key: str, default: int | None = None) -> int | None:
+        value = self.get(key, default)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise self.error(key, "an integer or null")
         return value
 
     def positive_float(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not _is_positive(value):
             raise self.error(key, "a positive number")
         return float(value)
+
+    def strings(self, key: str) -> list[str] | None:
+        value = self.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise self.error(key, "a list of strings or null")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """The object under the key; {} where it is left out or null."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object or null")
+        return value
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
@@ -286,18 +317,20 @@ def _refuse_unsupported(keys: _Keys, family: str) -> None:
 
 def _refuse_sliding_window(keys: _Keys, family: str) -> None:
     """Raise when any layer attends over a window smaller than the model's own context."""
-    window = keys.get("sliding_window")
+    window = keys.optional_int("sliding_window")
     context = keys.positive_int("max_position_embeddings", _DEFAULT_MAX_POSITIONS[family])
     if family in ("qwen2", "qwen3") and not keys.boolean("use_sliding_window", False):
         window = None
-    layer_types = keys.get("layer_types")
+    layer_types = keys.strings("layer_types")
+    last_full = keys.optional_int("max_window_layers", 28)
+    assert last_full is not None
     if layer_types is not None:
-        unknown = sorted({str(kind) for kind in layer_types} - {"full_attention", "sliding_attention"})
+        unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise keys.error("layer_types", "full_attention on every layer", "choose a model with plain attention")
         in_force = "sliding_attention" in layer_types
     elif family in ("qwen2", "qwen3"):
-        in_force = keys.positive_int("num_hidden_layers") > keys.get("max_window_layers", 28)
+        in_force = keys.positive_int("num_hidden_layers") > last_full
     else:
         in_force = True
     if family != "llama" and window is not None and in_force and window < context:
@@ -323,22 +356,19 @@ def _read_rope(keys: _Keys, family: str) -> tuple[float, dict[str, Any] | None]:
     """Return (theta, scaling) from either spelling; scaling is None or as ModelArchitecture.rope_scaling."""
     theta_default = keys.positive_float("rope_theta", _DEFAULT_ROPE_THETA[family])
     key = "rope_scaling" if keys.get("rope_scaling") is not None else "rope_parameters"
-    given = keys.get(key, {})
     # transformers 5 merges an old rope_scaling over rope_parameters, and takes theta from wherever it stands.
-    fallback = keys.get("rope_parameters", {})
-    if not isinstance(given, Mapping) or not isinstance(fallback, Mapping):
-        raise keys.error(key, "an object or null")
+    given, fallback = keys.mapping(key), keys.mapping("rope_parameters")
     if any(isinstance(value, Mapping) for value in given.values()):
         raise keys.error(key, "one setting for all layers", "choose a model whose layers share one rotary setting")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise keys.error(key, "partial_rotary_factor 1.0", "choose a model that rotates the whole head")
     theta = given.get("rope_theta", fallback.get("rope_theta", theta_default))
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+    if not _is_positive(theta):
         raise keys.error(key, "a positive rope_theta")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return float(theta), None
-    if kind not in _ROPE_SCALING_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_SCALING_KEYS:
         supported = ", ".join(["default", *_ROPE_SCALING_KEYS])
         raise keys.error(key, f"rope_type of {supported}", f"scaling '{kind}' is not built; choose another model")
     scaling: dict[str, Any] = {"rope_type": kind}
@@ -346,7 +376,7 @@ def _read_rope(keys: _Keys, family: str) -> tuple[float, dict[str, Any] | None]:
         value = given.get(name)
         if value is None and name == "original_max_position_embeddings":
             value = keys.get("max_position_embeddings", _DEFAULT_MAX_POSITIONS[family])
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not _is_positive(value):
             raise keys.error(key, f"a positive '{name}' for rope_type '{kind}'")
         scaling[name] = value
     return float(theta), scaling

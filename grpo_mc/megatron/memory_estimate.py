@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from grpo_mc.config import Config
+
 RUNTIME_BYTES = 450_000_000
 """Resident size of a process that has imported torch (CPU build), Megatron-Core and transformers, and built nothing."""
 
@@ -73,6 +75,24 @@ class Layout:
     max_new_tokens: int = 0
     max_batch_rows: int = 256
     """Most responses decoded at once on one data-parallel rank."""
+
+
+def run_layout(config: Config) -> Layout:
+    """What of a resolved configuration, its layout filled in, decides its memory."""
+    p = config.parallel
+    return Layout(
+        tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp or 1, cp=p.cp, dp=p.dp or 1,
+        dtype=config.model.dtype,
+        sequence_parallel=bool(p.sequence_parallel),
+        recompute=config.model.recompute == "full",
+        has_reference=config.algorithm.beta > 0,
+        max_tokens_per_micro_batch=p.max_tokens_per_micro_batch,
+        num_prompts=config.data.prompts_per_step,
+        group_size=config.rollout.group_size,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_batch_rows=config.rollout.max_batch_rows,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

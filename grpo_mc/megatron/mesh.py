@@ -68,7 +68,7 @@ class Mesh:
     def describe(self) -> str:
         """One line: the degrees and the device."""
         return (
-            f"{self.world_size} ranks: tp {self.tp} x pp {self.pp} x cp {self.cp} x dp {self.dp}"
+            f"processes {self.world_size} = tp {self.tp} x pp {self.pp} x cp {self.cp} x dp {self.dp}"
             f" (ep {self.ep}, etp {self.etp}) on {self.device.type}"
         )
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mc.data.strict_json import parse_json
+
 # Only the dtypes of unquantised weights; anything else is refused by name.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -65,20 +67,31 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
-        header = json.loads(raw)
+        header = parse_json(raw)
     except ValueError as error:
         raise _damaged(path, f"has no readable header ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "has no readable header (not a JSON object)")
-    entries = {}
-    end = 8 + length
-    for name, fields in header.items():
-        if name != "__metadata__":
-            entries[name] = _entry(path, name, fields, 8 + length)
-            end = max(end, entries[name].begin + entries[name].num_bytes)
+    entries = {
+        name: _entry(path, name, fields, 8 + length) for name, fields in header.items() if name != "__metadata__"
+    }
+    _check_fill(path, entries, 8 + length, size)
+    return entries
+
+
+def _check_fill(path: Path, entries: dict[str, TensorEntry], begin: int, size: int) -> None:
+    """The tensors must follow each other without overlap or gap: bytes read twice, or left out, are wrong weights."""
+    end, before = begin, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+        if entry.begin != end:
+            how = "overlaps" if entry.begin < end else "leaves a gap after"
+            raise _damaged(
+                path, f"gives tensor '{name}' data from byte {entry.begin - begin} on, which {how} {before} "
+                f"(that ends at byte {end - begin})"
+            )  # fmt: skip
+        end, before = entry.begin + entry.num_bytes, f"tensor '{name}'"
     if size != end:
         raise _damaged(path, f"has {size} bytes but its header describes {end}")
-    return entries
 
 
 def _entry(path: Path, name: str, fields: Any, data_begin: int) -> TensorEntry:
@@ -86,7 +99,9 @@ def _entry(path: Path, name: str, fields: Any, data_begin: int) -> TensorEntry:
         begin, end = fields["data_offsets"]
         shape = tuple(fields["shape"])
         dtype_name = fields["dtype"]
-        is_sound = all(isinstance(value, int) and value >= 0 for value in (begin, end, *shape))
+        is_sound = isinstance(dtype_name, str) and all(
+            isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in (begin, end, *shape)
+        )
     except (TypeError, KeyError, ValueError):
         is_sound = False
     if not is_sound:

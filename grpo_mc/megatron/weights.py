@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mc.megatron.hf_checkpoint import Checkpoint
 from grpo_mc.megatron.hf_mapping import TensorSource, hf_tensors, megatron_parameter
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.megatron.model import PolicyModel
@@ -33,6 +34,27 @@ def _is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+class _FiniteSource:
+    """A TensorSource that refuses tensors with NaN or infinity."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+
+    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        tensor = self.source.tensor(name, rows)
+        # The sum is one cheap pass; finite numbers can overflow it, so only it being finite settles the matter.
+        if torch.isfinite(tensor.sum(dtype=torch.float32)):
+            return tensor
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            file = f"{self.source.path(name)}: " if isinstance(self.source, Checkpoint) else ""
+            raise ValueError(
+                f"load weights: {file}tensor '{name}' has {bad} numbers that are NaN or infinite among the"
+                f" {tensor.numel()} read; copy or download the weights again, or set model.path to others"
+            )
+        return tensor
+
+
 @torch.no_grad()
 def load_weights(model: PolicyModel, source: TensorSource, mesh: Mesh) -> None:
     """Fills this rank's parameters, one at a time, from Hugging Face tensors.
@@ -41,8 +63,9 @@ def load_weights(model: PolicyModel, source: TensorSource, mesh: Mesh) -> None:
         source: Gives tensors, or rows of them, by Hugging Face name; read through on every rank.
 
     Raises:
-        ValueError: A tensor is missing or has another shape than the architecture says.
+        ValueError: A tensor is missing, has another shape than the architecture says, or holds NaN or infinity.
     """
+    source = _FiniteSource(source)
     for name, parameter in model.named_parameters():
         expert = _is_expert(name)
         tensor = megatron_parameter(

@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mc.monitor.progress import format_number
+from grpo_mc.monitor.formats import format_number
 from grpo_mc.monitor.run_files import decode_number
 
 # Okabe and Ito's palette, told apart with colour-blind eyes; lightened for the dark page.
@@ -123,6 +123,11 @@ def folded_charts(title: str, charts: Sequence[str]) -> str:
         f'<details style="margin-top:14px"><summary>{text(title)}</summary>'
         f'<div class="charts" style="margin-top:12px">{"".join(charts)}</div></details>'
     )
+
+
+def folded_table(title: str, content: str) -> str:
+    """A table that opens on a click."""
+    return f'<details style="margin-top:14px"><summary>{text(title)}</summary>{content}</details>'
 
 
 def sample(record: dict[str, Any]) -> str:

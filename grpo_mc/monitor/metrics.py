@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from grpo_mc.monitor.external import ExternalWriter, open_external_writers
 from grpo_mc.monitor.run_files import (
+    CHECKPOINTS_DIR,
     EVALUATIONS_FILE,
     METRICS_FILE,
+    ROLLOUTS_DIR,
     SAMPLES_FILE,
     open_for_append,
     read_line_file,
     to_line,
     truncate_after,
 )
+from grpo_mc.monitor.run_lock import RunLock
 
 if TYPE_CHECKING:
     from grpo_mc.config import Config
@@ -37,6 +40,8 @@ def process_rank() -> int:
 class MetricsWriter:
     """Writes metrics.jsonl, evaluations.jsonl and samples.jsonl of one run directory.
 
+    From construction to `close` rank 0 holds the directory's lock (run_lock.py), taken before anything is written.
+
     Args:
         run_dir: the run directory; made when missing.
         config: the resolved configuration; `monitor.tensorboard`, `monitor.wandb`, `monitor.samples_per_step` and
@@ -44,8 +49,8 @@ class MetricsWriter:
         rank: rank of this process; default RANK of the environment. Only rank 0 writes.
 
     Raises:
-        ValueError: the directory already holds steps of a run and `run.resume` is false; a writer was asked for whose
-            package is not installed.
+        ValueError: another process has the directory in use; it already holds steps of a run and `run.resume` is false;
+            a writer was asked for whose package is not installed.
     """
 
     def __init__(self, run_dir: Path | str, config: Config, *, rank: int | None = None) -> None:
@@ -54,12 +59,22 @@ class MetricsWriter:
         self._is_writer = (process_rank() if rank is None else rank) == 0
         self._files: dict[str, TextIO] = {}
         self._external: list[ExternalWriter] = []
+        self._lock: RunLock | None = None
         if not self._is_writer:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        if not config.run.resume:
-            _refuse_used_directory(self.run_dir)
-        self._external = open_external_writers(self.run_dir, config)
+        self._lock = RunLock(self.run_dir)
+        try:
+            if not config.run.resume:
+                _refuse_used_directory(self.run_dir)
+            self._external = open_external_writers(self.run_dir, config)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def recorded_steps(self) -> int:
+        """Steps in metrics.jsonl; 0 on ranks other than 0."""
+        return _recorded_steps(self.run_dir) if self._is_writer else 0
 
     def resume(self, step: int) -> None:
         """Continues after `step`: removes the lines of later steps (0: every step after the first evaluation)."""
@@ -111,11 +126,15 @@ class MetricsWriter:
             self._append(SAMPLES_FILE, sample_record(step, rollout))
 
     def close(self) -> None:
-        """Closes every file and writer; may be called twice."""
-        self._close_files()
-        for writer in self._external:
-            writer.close()
-        self._external = []
+        """Closes every file and writer and gives the directory free; may be called twice."""
+        try:
+            self._close_files()
+            for writer in self._external:
+                writer.close()
+            self._external = []
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -201,10 +220,19 @@ def _as_number(name: str, value: Any) -> float | int:
         ) from error
 
 
+def _recorded_steps(run_dir: Path) -> int:
+    return len(read_line_file(run_dir / METRICS_FILE).records)
+
+
 def _refuse_used_directory(run_dir: Path) -> None:
-    steps = len(read_line_file(run_dir / METRICS_FILE).records)
-    if steps:
-        raise ValueError(
-            f"train: run.dir {run_dir} already holds {steps} steps of a run; continue it with "
-            f"`grpo-mc train --resume {run_dir}`, or give another run.dir"
-        )
+    counts = {
+        "steps": _recorded_steps(run_dir),
+        "checkpoints": len(list((run_dir / CHECKPOINTS_DIR).glob("step_*"))),
+        "rollout files": len(list((run_dir / ROLLOUTS_DIR).glob("step_*"))),
+    }
+    for name, count in counts.items():
+        if count:
+            raise ValueError(
+                f"train: run.dir {run_dir} already holds {count} {name} of a run; continue it with "
+                f"`grpo-mc train --resume {run_dir}`, or give another run.dir"
+            )

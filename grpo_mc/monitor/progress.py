@@ -1,16 +1,16 @@
 """ProgressDisplay: what a person sees while a run is going.
 
-On a terminal a live line (rich): stage, step of total, reward, tokens/s, time left and the clock time of the end.
-Where stdout is no terminal, or on CI, one plain line per step, so that a log stays readable. Only rank 0 shows
-anything.
+On a terminal one live row (rich): stage, step of total, reward, time left, tokens/s, the clock time of the end. It
+never wraps; a narrow terminal shows less of it. Where stdout is no terminal, or on CI, one plain line per step, so that
+a log stays readable, and in a long evaluation one every PROGRESS_INTERVAL_S. Only rank 0 shows anything. When nobody
+reads it any more (`| head`) it falls silent and the run goes on.
 
 Time left = steps left x the median of the last 20 step durations (the median, because a step with an evaluation or a
-checkpoint in it would otherwise move the figure by minutes).
+checkpoint in it would otherwise move the figure by minutes) + evaluations left x the time of the last one measured.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
@@ -18,43 +18,23 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO, cast
 
+from grpo_mc.data.text import printable
+from grpo_mc.monitor.formats import format_duration, format_number
+from grpo_mc.monitor.lossy_stream import LossyStream
 from grpo_mc.monitor.metrics import process_rank
 from grpo_mc.monitor.run_files import Clock
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from grpo_mc.monitor.status_row import Part, StatusRow, bar
 
 NUM_STEPS_IN_MEDIAN = 20
+PROGRESS_INTERVAL_S = 10.0
+"""Shortest time between two plain lines about the progress of one stage."""
+STAGE_WIDTH = 10
+"""Of the longest stage names, so that the rest of the row keeps its place."""
 
 
-def format_duration(seconds: float | None) -> str:
-    """ "45s", "12m05s", "3h07m", "2d04h"; "-" for None or a value that is not finite."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    total = max(0, round(seconds))
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m{total % 60:02d}s"
-    if total < 86400:
-        return f"{total // 3600}h{total % 3600 // 60:02d}m"
-    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
-
-
-def format_number(value: float | None) -> str:
-    """Four significant digits, thousands grouped; "-" for None, "nan" and "inf" as they are."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0 or 1e-3 <= abs(value) < 1000:
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
-def wants_live_display(stream: TextIO, environ: Mapping[str, str]) -> bool:
+def wants_live_display(stream: TextIO | LossyStream, environ: Mapping[str, str]) -> bool:
     """True where a redrawn line makes sense: a terminal that can move its cursor, and not a CI machine."""
     is_ci = environ.get("CI", "").lower() not in ("", "0", "false")
     return stream.isatty() and environ.get("TERM") != "dumb" and not is_ci
@@ -64,8 +44,10 @@ class ProgressDisplay:
     """Shows stage, step, reward, tokens/s, time left.
 
     Args:
-        total_steps: steps of the whole run.
+        total_steps: steps of the whole run; 0 for work that has no steps, which are not shown then.
         first_step: steps already done (a resumed run).
+        evaluate_every: the run evaluates after the last step and, where this is above 0, after every so many steps;
+            None = it does not evaluate.
         enabled: false shows nothing (`monitor.progress`).
         rank: default RANK of the environment; only 0 shows.
         stream: default sys.stdout.
@@ -78,6 +60,7 @@ class ProgressDisplay:
         total_steps: int,
         *,
         first_step: int = 0,
+        evaluate_every: int | None = None,
         enabled: bool = True,
         rank: int | None = None,
         stream: TextIO | None = None,
@@ -86,24 +69,49 @@ class ProgressDisplay:
     ) -> None:
         self.total_steps = total_steps
         self.step_done = first_step
-        self._stream = stream if stream is not None else sys.stdout
+        self._stream = LossyStream(stream if stream is not None else sys.stdout)
         self._is_shown = enabled and (process_rank() if rank is None else rank) == 0
         self._is_live = wants_live_display(self._stream, os.environ) if live is None else live
         self._clock = clock
         self._started_at = self._step_started_at = clock()
         self._step_seconds: deque[float] = deque(maxlen=NUM_STEPS_IN_MEDIAN)
         self._stage = "start"
+        self._stage_started_at = self._started_at
+        self._part_done: tuple[int, int] | None = None
+        self._part_printed_at = self._started_at
+        self._evaluate_every = evaluate_every
+        self._evaluation_s: float | None = None
+        self.evaluated_steps: list[int] = []
+        """Steps done at each evaluation of this process."""
         self._metrics: dict[str, float] = {}
         self._live_view: Any = None
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether anything is shown: on rank 0, unless it was switched off."""
+        return self._is_shown
+
     def stage(self, name: str) -> None:
         """Names what the run is doing now ("rollout", "rewards", "training", "evaluation", "checkpoint", ...)."""
-        self._stage = name
+        self._stage, self._part_done = name, None
+        self._stage_started_at = self._part_printed_at = self._clock()
         self._redraw()
+
+    def progress(self, done: int, total: int) -> None:
+        """How much of the stage is done, e.g. of an evaluation's responses; the live row shows it at its next frame."""
+        self._part_done = (done, total)
+        now = self._clock()
+        if self._is_shown and not self._is_live and done < total and now - self._part_printed_at >= PROGRESS_INTERVAL_S:
+            self._part_printed_at = now
+            self._print(self._stage_text())
 
     def evaluation_done(self) -> None:
         """Leaves the time since the last step out of the next step's duration (an evaluation or a save is no step)."""
-        self._step_started_at = self._clock()
+        now = self._clock()
+        if self._stage == "evaluation":
+            self._evaluation_s = now - self._stage_started_at
+        self.evaluated_steps.append(self.step_done)
+        self._step_started_at = now
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Counts a finished step and shows its figures. `metrics` may lack any of them."""
@@ -121,15 +129,34 @@ class ProgressDisplay:
         if not self._is_shown:
             return
         if self._live_view is not None:
-            self._live_view.console.print(text, markup=False, highlight=False)
+            self._live_view.console.print(printable(text), markup=False, highlight=False)
         else:
             self._print(text)
 
     def seconds_left(self) -> float | None:
-        """Estimate for the steps left; None before the first finished step of this process."""
+        """Estimate for what is left of the run; None before the first finished step of this process.
+
+        An evaluation counts from the first one measured on; saving and the export at the end are left out.
+        """
         if not self._step_seconds:
             return None
-        return statistics.median(self._step_seconds) * max(0, self.total_steps - self.step_done)
+        steps_s = statistics.median(self._step_seconds) * max(0, self.total_steps - self.step_done)
+        each_s = self._evaluation_s or 0.0
+        evaluations_s = self._num_evaluations_left() * each_s
+        if self._stage == "evaluation" and evaluations_s:
+            evaluations_s -= min(each_s, self._clock() - self._stage_started_at)
+        return steps_s + evaluations_s
+
+    def _num_evaluations_left(self) -> int:
+        """Evaluations that are due after the last one made, in steps up to the last."""
+        if self._evaluate_every is None:
+            return 0
+        made = self.evaluated_steps[-1] if self.evaluated_steps else self.step_done
+        if made >= self.total_steps:
+            return 0
+        every = self._evaluate_every or self.total_steps
+        at_steps = self.total_steps // every - made // every
+        return at_steps + (self.total_steps % every > 0)
 
     def plain_line(self) -> str:
         """The figures of the last finished step as one line of text."""
@@ -146,8 +173,9 @@ class ProgressDisplay:
         from rich.console import Console
         from rich.live import Live
 
-        console = Console(file=self._stream)
-        self._live_view = Live(self._render(), console=console, refresh_per_second=4, get_renderable=self._render)
+        console = Console(file=cast(TextIO, self._stream))
+        row = StatusRow(self._parts)
+        self._live_view = Live(console=console, refresh_per_second=4, get_renderable=lambda: row)
         self._live_view.start()
 
     def close(self) -> None:
@@ -175,23 +203,25 @@ class ProgressDisplay:
         if self._live_view is not None:
             self._live_view.refresh()
 
-    def _render(self) -> Table:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
+    def _stage_text(self) -> str:
+        return self._stage if self._part_done is None else f"{self._stage} {self._part_done[0]}/{self._part_done[1]}"
 
-        left = self.seconds_left()
-        end = (datetime.now() + timedelta(seconds=left)).strftime("%H:%M") if left is not None else "-"
-        elapsed = format_duration(self._clock() - self._started_at)
-        table = Table.grid(padding=(0, 2))
-        table.add_row(
-            f"[bold]{self._stage}[/bold]",
-            ProgressBar(total=max(1, self.total_steps), completed=self.step_done, width=20),
-            f"step {self.step_done}/{self.total_steps}",
-            *[f"{label} {value}" for label, value in self._figures()],
-            f"elapsed {elapsed}",
-            f"left {format_duration(left)} (ends {end})",
-        )
-        return table
+    def _parts(self) -> list[Part]:
+        """The live row, left to right; the numbers are the order in which parts stay when it gets narrow."""
+        parts = [Part(printable(self._stage_text()).ljust(STAGE_WIDTH), 0, "bold")]
+        if self.total_steps:
+            parts.append(Part(bar(self.step_done, self.total_steps), 8))
+            parts.append(Part(f"step {self.step_done}/{self.total_steps}", 1))
+        keep = {"reward": 2, "rollout tok/s": 4, "train tok/s": 5}
+        parts += [Part(f"{label} {value}", keep[label]) for label, value in self._figures()]
+        if self.total_steps:
+            left = self.seconds_left()
+            parts.append(Part(f"left {format_duration(left)}", 3))
+            if left is not None:
+                parts.append(Part(f"ends {datetime.now() + timedelta(seconds=left):%H:%M}", 6))
+        parts.append(Part(f"elapsed {format_duration(self._clock() - self._started_at)}", 7))
+        return parts
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        self._stream.write(printable(text) + "\n")
+        self._stream.flush()

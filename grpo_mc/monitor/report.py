@@ -8,13 +8,14 @@ is not there says so; nothing of a run's state makes the report fail.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_mc.monitor import html
-from grpo_mc.monitor.progress import format_duration, format_number
+from grpo_mc.monitor.evaluations import evaluation_text, evaluation_value
+from grpo_mc.monitor.formats import counted, format_duration, format_measured, format_number
 from grpo_mc.monitor.run_files import (
     CONFIG_FILE,
     EVALUATIONS_FILE,
@@ -26,28 +27,43 @@ from grpo_mc.monitor.run_files import (
     read_line_file,
     write_atomically,
 )
-from grpo_mc.monitor.svg import Series, line_chart, running_mean, stacked_chart
+from grpo_mc.monitor.svg import Series, is_constant, line_chart, running_mean, stacked_chart
 
 MAX_SAMPLES = 24
 Records = list[dict[str, Any]]
 
-# Title, metric names drawn together, whether the axis starts at 0. Names as in metrics.jsonl.
-_CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
-    ("Reward, spread inside the batch", ("reward/std",), True),
-    ("Response length, tokens", ("response/length_mean", "response/length_max"), True),
-    ("Truncated responses, fraction", ("response/truncated_frac",), True),
-    ("Groups without spread, fraction", ("group/zero_std_frac",), True),
-    ("Loss", ("policy/loss", "policy/surrogate"), False),
-    ("KL to the reference", ("policy/kl",), False),
-    ("Entropy, nats per token", ("policy/entropy",), False),
-    ("Clipped tokens, fraction", ("policy/clip_frac_low", "policy/clip_frac_high"), True),
-    ("Ratio, mean", ("policy/ratio_mean",), False),
-    ("Rollout and trainer log-probs, mean absolute difference", ("mismatch/logprob_abs_diff",), True),
-    ("Gradient norm", ("grad/norm",), True),
-    ("Learning rate", ("optimizer/lr",), True),
-    ("Staleness, policy versions", ("staleness/mean", "staleness/max"), True),
-    ("Peak memory, GB", ("memory/peak_bytes",), True),
-    ("Throughput, tokens/s", ("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s"), True),
+
+@dataclass(frozen=True)
+class Chart:
+    """Metrics of metrics.jsonl that are drawn together."""
+
+    title: str
+    labels: dict[str, str]
+    """Metric -> what its curve is called; a single one is called as the chart."""
+    from_zero: bool = True
+    """Whether the axis starts at 0."""
+    unit: float = 1.0
+    """What a value is divided by before it is drawn."""
+
+
+CHARTS = (
+    Chart("Reward, spread inside the batch", {"reward/std": ""}),
+    Chart("Response length, tokens", {"response/length_mean": "mean", "response/length_max": "longest"}),
+    Chart("Truncated responses, fraction", {"response/truncated_frac": ""}),
+    Chart("Groups without spread, fraction", {"group/zero_std_frac": ""}),
+    Chart("Loss", {"loss": "loss", "policy/surrogate": "its surrogate alone"}, from_zero=False),
+    Chart("KL to the reference", {"policy/kl": ""}, from_zero=False),
+    Chart("Entropy, nats per token", {"policy/entropy": ""}, from_zero=False),
+    Chart("Clipped tokens, fraction",
+          {"policy/clip_frac_low": "at the lower bound", "policy/clip_frac_high": "at the upper bound"}),
+    Chart("Ratio, mean", {"policy/ratio_mean": ""}, from_zero=False),
+    Chart("Rollout and trainer log-probs, mean absolute difference", {"mismatch/logprob_abs_diff": ""}),
+    Chart("Gradient norm", {"grad/norm": ""}),
+    Chart("Learning rate", {"optimizer/lr": ""}),
+    Chart("Staleness, policy versions", {"staleness/mean": "mean", "staleness/max": "largest"}),
+    Chart("Peak memory, GB", {"memory/peak_bytes": ""}, unit=1e9),
+    Chart("Throughput, tokens/s",
+          {"throughput/rollout_tokens_per_s": "rollout", "throughput/train_tokens_per_s": "training"}),
 )  # fmt: skip
 
 
@@ -119,7 +135,7 @@ def render(data: RunData) -> str:
     name = _config_value(data.config_text, "run", "name") or data.run_dir.resolve().name
     model = _config_value(data.config_text, "model", "path")
     subtitle = " - ".join(
-        part for part in (f"model {model}" if model else "", f"{done} steps", str(data.run_dir)) if part
+        part for part in (f"model {model}" if model else "", counted(done, "step"), str(data.run_dir)) if part
     )
     sections = [
         html.problems(problems),
@@ -140,38 +156,24 @@ def metric_points(metrics: Records, name: str) -> list[tuple[float, float]]:
     return [(float(step), value) for step, value in found if value is not None]
 
 
-def evaluation_value(record: dict[str, Any]) -> tuple[str, float, float | None] | None:
-    """(name, value, standard error or None) of an evaluation's main figure: accuracy, else reward_mean."""
-    for name in ("accuracy", "reward_mean"):
-        value = decode_number(record.get(name))
-        if value is not None:
-            return name, value, decode_number(record.get("stderr"))
-    return None
-
-
 def _headlines(data: RunData, done: int, planned: int | None) -> list[tuple[str, str]]:
     items: list[tuple[str, str]] = []
     figures = [(r["step"], figure) for r in data.evaluations if (figure := evaluation_value(r)) is not None]
     for step, figure in figures[:1] + figures[1:][-1:]:
         when = "before training" if step == 0 else f"after step {step}"
-        items.append((f"{figure[0]} {when}", _with_error(figure)))
+        items.append((f"{figure[0]} {when}", format_measured(*figure[1:])))
     rewards = [y for _, y in metric_points(data.metrics, "reward/mean") if math.isfinite(y)]
     if rewards:
         window = max(1, min(10, len(rewards) // 4))
         first, last = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
-        items.append((f"training reward, first and last {window} steps",
-                      f"{format_number(first)} -> {format_number(last)}"))  # fmt: skip
+        steps = "step" if window == 1 else f"{window} steps"
+        items.append((f"training reward, first and last {steps}", f"{format_number(first)} -> {format_number(last)}"))
     items.append(("steps", f"{done} of {planned}" if planned is not None else str(done)))
     seconds = [y for _, y in metric_points(data.metrics, "time/step_s") if math.isfinite(y)]
     if seconds:
         items.append(("time in steps", format_duration(sum(seconds))))
         items.append(("median step", format_duration(sorted(seconds)[len(seconds) // 2])))
     return items
-
-
-def _with_error(figure: tuple[str, float, float | None]) -> str:
-    _, value, error = figure
-    return format_number(value) + (f" \u00b1 {format_number(error)}" if error is not None else "")
 
 
 def _evaluation(evaluations: Records) -> str:
@@ -183,53 +185,78 @@ def _evaluation(evaluations: Records) -> str:
         name = figures[0][1][0]
         points = [(float(step), value) for step, (key, value, _) in figures if key == name]
         errors = [error if error is not None else math.nan for _, (key, _, error) in figures if key == name]
-        chart = f'<div class="charts">{line_chart(f"Held-out {name}", [Series(name, points, errors=errors)])}</div>'
+        lowest = 0.0 if name == "accuracy" else None
+        chart = line_chart(f"Held-out {name}", [Series(name, points, errors=errors)], lowest=lowest)
+        chart = f'<div class="charts">{chart}</div>'
     names = ["step"] + sorted({key for record in evaluations for key in record if key != "step"}, key=_evaluation_order)
     rows = [[record.get(name) if decode_number(record.get(name)) is None else decode_number(record[name])
              for name in names] for record in evaluations]  # fmt: skip
-    note = '<p class="sub">Error bars are one standard error over the problems.</p>'
+    note = (
+        '<p class="sub">Error bars: for an accuracy half the width of the Wilson interval of one standard deviation, '
+        "for a reward one standard error over the problems.</p>"
+    )
     return chart + note + html.table(names, rows)
 
 
 def _evaluation_order(name: str) -> tuple[int, str]:
-    first = ["accuracy", "reward_mean", "stderr", "n"]
+    first = ["accuracy", "accuracy_error", "reward_mean", "reward_stderr", "stderr", "n"]
     return (first.index(name) if name in first else len(first), name)
 
 
 def _charts(metrics: Records) -> str:
     if not metrics:
         return ""
-    charts = [_reward_chart(metrics)]
-    for title, names, from_zero in _CHARTS:
-        series = [Series(name, points) for name in names if (points := metric_points(metrics, name))]
-        if names == ("memory/peak_bytes",):
-            series = [Series(s.name, [(x, y / 1e9) for x, y in s.points]) for s in series]
-        if series:
-            charts.append(line_chart(title, series, include_zero=from_zero))
-    charts.append(_timing_chart(metrics))
-    return f'<div class="charts">{"".join(charts)}</div>{_other_charts(metrics)}'
+    drawn, other = [_reward_chart(metrics)], list[str]()
+    constant: list[list[Any]] = []
+    for chart in (*CHARTS, *_other_charts(metrics)):
+        series = _series(chart, metrics)
+        if series and all(is_constant(one.points) for one in series):
+            constant += [[_row_name(chart, one), one.points[0][1]] for one in series]
+        elif series:
+            (drawn if chart in CHARTS else other).append(line_chart(chart.title, series, include_zero=chart.from_zero))
+    drawn.append(_timing_chart(metrics))
+    parts = [f'<div class="charts">{"".join(drawn)}</div>']
+    if other:
+        parts.append(html.folded_charts("Other metrics", other))
+    if constant:
+        table = html.table(["metric", "value"], constant, css="scroll")
+        parts.append(html.folded_table("Constant over the run", table))
+    return "".join(parts)
 
 
-def _other_charts(metrics: Records) -> str:
-    """A small curve for each metric that no chart above shows, folded away."""
-    drawn = {name for _, names, _ in _CHARTS for name in names} | {"step", "reward/mean"}
-    names = sorted({key for record in metrics for key in record} - drawn)
-    shown = [n for n in names if not n.startswith(("time/", "reward/")) or n == "time/step_s"]
-    charts = [line_chart(name, [Series(name, points)]) for name in shown if (points := metric_points(metrics, name))]
-    return html.folded_charts("Other metrics", charts) if charts else ""
+def _series(chart: Chart, metrics: Records) -> list[Series]:
+    found = {label or chart.title: metric_points(metrics, name) for name, label in chart.labels.items()}
+    return [Series(label, [(x, y / chart.unit) for x, y in points]) for label, points in found.items() if points]
+
+
+def _row_name(chart: Chart, series: Series) -> str:
+    return chart.title if series.name == chart.title else f"{chart.title}: {series.name}"
+
+
+def _other_charts(metrics: Records) -> list[Chart]:
+    """One for each metric that has no chart, under its own name; times and rewards are in charts of their own."""
+    charted = {name for chart in CHARTS for name in chart.labels} | {"step", "reward/mean"}
+    names = sorted({key for record in metrics for key in record} - charted)
+    return [
+        Chart(name, {name: ""}, from_zero=False)
+        for name in names
+        if not name.startswith(("time/", "reward/")) or name == "time/step_s"
+    ]
 
 
 def _reward_chart(metrics: Records) -> str:
     points = metric_points(metrics, "reward/mean")
     # A mean over fewer than 5 steps smooths too little to be worth a second curve.
     window = len(points) // 10 if len(points) >= 50 else min(5, len(points) // 4)
-    series = [Series("reward/mean", points)]
+    series = [Series("reward", points)]
     if window > 1:
-        series = [Series("reward/mean", points, is_faint=True),
+        series = [Series("reward", points, is_faint=True),
                   Series(f"mean of last {window}", running_mean(points, window))]  # fmt: skip
     parts = sorted({k for r in metrics for k in r if k.startswith("reward/") and k.endswith("/mean")} - {"reward/mean"})
     if len(parts) > 1:
-        series += [Series(name, metric_points(metrics, name)) for name in parts]
+        series += [
+            Series(name.removeprefix("reward/").removesuffix("/mean"), metric_points(metrics, name)) for name in parts
+        ]
     return line_chart("Reward", series)
 
 
@@ -296,7 +323,7 @@ def _objective(run_dir: Path) -> str:
     return f'<div class="card"><pre>{html.text(formula)}</pre></div>'
 
 
-def summary_lines(data: RunData) -> Sequence[str]:
-    """The evaluations before and after as lines of text, for the terminal."""
-    figures = [(r["step"], figure) for r in data.evaluations if (figure := evaluation_value(r)) is not None]
-    return [f"step {step}: {name} {_with_error((name, value, error))}" for step, (name, value, error) in figures]
+def summary_lines(data: RunData, shown: Collection[int] = ()) -> list[str]:
+    """The evaluations as lines of text for the terminal, without those of the steps in `shown`."""
+    records = [r for r in data.evaluations if evaluation_value(r) is not None and r["step"] not in shown]
+    return [f"evaluation at step {record['step']}: {evaluation_text(record)}" for record in records]

@@ -4,7 +4,7 @@
     metrics.jsonl       {"step": 3, "reward/mean": 0.5, ...}                      one object a step
     evaluations.jsonl   {"step": 0, "accuracy": 0.31, "stderr": 0.02, "n": 400}   one object an evaluation
     samples.jsonl       {"step": 3, "prompt": ..., "response": ..., "reward": ...}
-    checkpoints/step_N/ and report.html
+    checkpoints/step_N/, rollouts/step_N.parquet, report.html, and run.lock (see run_lock.py)
 
 JSON has no NaN: the values NaN, +inf and -inf are written as the strings "NaN", "Infinity" and "-Infinity" (the
 mapping of protobuf's JSON form), so that every line parses everywhere and no value is lost; `decode_number` reads
@@ -22,12 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from grpo_mc.data.strict_json import parse_json
+
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 REPORT_FILE = "report.html"
 CHECKPOINTS_DIR = "checkpoints"
+ROLLOUTS_DIR = "rollouts"
+LOCK_FILE = "run.lock"
 
 
 def encode_number(value: float) -> float | int | str:
@@ -104,7 +108,7 @@ def read_line_file(path: Path) -> LineFile:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = parse_json(line.decode("utf-8"))
         except ValueError:
             result.problems.append(f"{path.name}, line {number}: not complete JSON ({len(line)} bytes); left out")
             continue
@@ -137,7 +141,7 @@ def truncate_after(path: Path, last_step: int) -> int:
 
 def _line_step_at_most(line: bytes, last_step: int) -> bool:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"))
     except ValueError:
         return False
     step = record_step(record) if isinstance(record, dict) else None

@@ -1,7 +1,7 @@
 """RunMonitor: the one sink that the pipeline is handed; it fans out to the files, the outside writers and the display.
 
-The pipeline knows only these methods, never this class: `stage`, `step`, `evaluation`, `samples`, `message`, `resume`,
-`close`. Every rank calls them alike; only rank 0 writes or shows anything.
+The pipeline knows only these methods, never this class: `stage`, `progress`, `step`, `evaluation`, `samples`,
+`message`, `recorded_steps`, `resume`, `close`. Every rank calls them alike; only rank 0 writes or shows anything.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_mc.monitor.evaluations import evaluation_text
 from grpo_mc.monitor.metrics import MetricsWriter
-from grpo_mc.monitor.progress import ProgressDisplay, format_number
+from grpo_mc.monitor.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from grpo_mc.config import Config
@@ -32,8 +33,14 @@ class RunMonitor:
 
     def __init__(self, run_dir: Path | str, config: Config, *, rank: int | None = None) -> None:
         self.writer = MetricsWriter(run_dir, config, rank=rank)
-        self.display = ProgressDisplay(config.run.steps, enabled=config.monitor.progress, rank=rank)
+        self.display = ProgressDisplay(
+            config.run.steps, evaluate_every=evaluate_every(config), enabled=config.monitor.progress, rank=rank
+        )
         self.display.start()
+
+    def recorded_steps(self) -> int:
+        """Steps of an earlier process of the run whose metrics are there; 0 on ranks other than 0."""
+        return self.writer.recorded_steps()
 
     def resume(self, step: int) -> None:
         """The run continues after `step`: later lines of an earlier process are removed; -1 removes all."""
@@ -44,6 +51,10 @@ class RunMonitor:
         """The run is now in stage `name`."""
         self.display.stage(name)
 
+    def progress(self, done: int, total: int) -> None:
+        """`done` of `total` responses of the stage are there."""
+        self.display.progress(done, total)
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step `step` is done."""
         self.writer.write(step, metrics)
@@ -53,7 +64,7 @@ class RunMonitor:
         """An evaluation after `step` steps: `accuracy` and/or `reward_mean`, `stderr`, `n`, ..."""
         self.writer.write_evaluation(step, result)
         self.display.evaluation_done()
-        self.display.message(evaluation_line(step, result))
+        self.display.message(f"evaluation at step {step}: {evaluation_text(result)}")
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
         """The step's groups, of which a few rollouts are kept for the report."""
@@ -75,11 +86,7 @@ class RunMonitor:
         self.close()
 
 
-def evaluation_line(step: int, result: Mapping[str, Any]) -> str:
-    """One line of text for an evaluation, e.g. "evaluation at step 40: accuracy 0.6125 +- 0.02436 (n = 400)"."""
-    name = next((key for key in ("accuracy", "reward_mean") if key in result), None)
-    if name is None:
-        return f"evaluation at step {step}: {dict(result)}"
-    error = f" +- {format_number(float(result['stderr']))}" if result.get("stderr") is not None else ""
-    count = f" (n = {result['n']})" if "n" in result else ""
-    return f"evaluation at step {step}: {name} {format_number(float(result[name]))}{error}{count}"
+def evaluate_every(config: Config) -> int | None:
+    """`evaluation.every` where the run evaluates at all, None where it does not."""
+    is_evaluated = config.pipeline.mode == "train" and config.evaluation.source is not None
+    return config.evaluation.every if is_evaluated else None

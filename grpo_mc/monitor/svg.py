@@ -18,6 +18,10 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 28
 MAX_POINTS = 400
 MAX_HOVER_STRIPS = 200
 NUM_COLORS = 7
+MAX_LABELLED_STEPS = 6
+"""So many steps or fewer are each labelled, where there is room; more get round numbers."""
+FLAT = 1e-6
+"""Values that differ by less than this part of the largest are taken as equal: what differs is rounding."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +70,33 @@ def tick_label(value: float, spacing: float) -> str:
     if abs(value) >= 1e5 or abs(value) < 1e-3:
         return f"{value:.2e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e").replace(".00e", "e")
     digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
-    return f"{value:,.{min(digits, 6)}f}"
+    return f"{value:,.{min(digits, 8)}f}"
 
 
 def padded_range(values: Sequence[float], *, include_zero: bool = False) -> tuple[float, float]:
-    """A range that holds every finite value with a little air; (0, 1) when there is none."""
+    """A range that holds every finite value with a little air, which does not reach below 0 where no value does.
+
+    (0, 1) when there is no value, or only zeros: fractions and counts are never negative.
+    """
     finite = [v for v in values if math.isfinite(v)]
     if include_zero:
         finite.append(0.0)
     if not finite:
         return 0.0, 1.0
     low, high = min(finite), max(finite)
-    if high - low <= 1e-12 * max(abs(low), abs(high)):
-        pad = 0.1 * abs(high) or 0.5
-        return low - pad, high + pad
-    pad = 0.05 * (high - low)
-    return (0.0 if include_zero and low == 0.0 else low - pad), high + pad
+    if low == high == 0.0:
+        return 0.0, 1.0
+    is_flat = high - low <= FLAT * max(abs(low), abs(high))
+    pad = (0.1 * max(abs(low), abs(high)) if is_flat else 0.05 * (high - low)) or 0.5
+    return (max(0.0, low - pad) if low >= 0.0 else low - pad), high + pad
+
+
+def is_constant(points: Sequence[tuple[float, float]]) -> bool:
+    """Whether two or more values are finite and the same but for rounding."""
+    values = [y for _, y in points]
+    if len(values) < 2 or not all(math.isfinite(v) for v in values):
+        return False
+    return max(values) - min(values) <= FLAT * max(abs(max(values)), abs(min(values)))
 
 
 def thin(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -114,20 +129,29 @@ def running_mean(points: Sequence[tuple[float, float]], window: int) -> list[tup
     return result
 
 
-def line_chart(title: str, series: Sequence[Series], *, include_zero: bool = False) -> str:
-    """Curves over steps."""
+def line_chart(title: str, series: Sequence[Series], *, include_zero: bool = False, lowest: float | None = None) -> str:
+    """Curves over steps.
+
+    Args:
+        include_zero: the axis holds 0.
+        lowest: error bars end here: no value can be below it.
+    """
     drawn = [s if len(s.points) <= MAX_POINTS else Series(s.name, thin(s.points), s.is_faint) for s in series]
+    floor = -math.inf if lowest is None else lowest
     values = [y for s in drawn for _, y in s.points] + [
-        edge for s in drawn for (_, y), e in zip(s.points, s.errors, strict=False) for edge in (y - e, y + e)
+        edge
+        for s in drawn
+        for (_, y), e in zip(s.points, s.errors, strict=False)
+        for edge in (max(y - e, floor), y + e)
     ]
     if not any(math.isfinite(v) for v in values):
         return _empty(title, series)
     scale = _scale(drawn, padded_range(values, include_zero=include_zero))
-    body = [_axes(scale)]
+    body = [_axes(scale, drawn)]
     for index, one in enumerate(drawn):
         color = f"s{_color_index(drawn, index)}"
         body.append(_path(one, scale, f"{color} faint" if one.is_faint else color))
-        body.extend(_error_bars(one, scale, color))
+        body.extend(_error_bars(one, scale, color, floor))
     body.extend(_hover_strips(drawn, scale))
     return _figure(title, body, drawn, series)
 
@@ -152,7 +176,7 @@ def stacked_chart(title: str, series: Sequence[Series]) -> str:
         body.append(_area(xs, floor, ceiling, scale, f"a{index % NUM_COLORS}"))
         floor = ceiling
     named = [Series(s.name, list(zip(xs, h, strict=True))) for s, h in zip(series, heights, strict=True)]
-    body.append(_axes(scale))
+    body.append(_axes(scale, named))
     body.extend(_hover_strips(named, scale))
     return _figure(title, body, named, series)
 
@@ -165,7 +189,16 @@ def _scale(series: Sequence[Series], y_range: tuple[float, float]) -> _Scale:
     return _Scale(low, high, *y_range)
 
 
-def _axes(scale: _Scale) -> str:
+def _step_ticks(scale: _Scale, series: Sequence[Series]) -> list[float]:
+    """The steps themselves where they are few and apart, else round numbers."""
+    steps = sorted({x for s in series for x, _ in s.points})
+    room = (scale.x_high - scale.x_low) / (2 * MAX_LABELLED_STEPS)
+    if len(steps) <= MAX_LABELLED_STEPS and all(b - a >= room for a, b in zip(steps, steps[1:], strict=False)):
+        return steps
+    return nice_ticks(scale.x_low, scale.x_high, 6)
+
+
+def _axes(scale: _Scale, series: Sequence[Series]) -> str:
     parts: list[str] = []
     y_ticks = nice_ticks(scale.y_low, scale.y_high)
     spacing = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else scale.y_high - scale.y_low
@@ -173,7 +206,7 @@ def _axes(scale: _Scale) -> str:
         y = scale.y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{tick_label(tick, spacing)}</text>')
-    for tick in nice_ticks(scale.x_low, scale.x_high, 6):
+    for tick in _step_ticks(scale, series):
         if tick == int(tick):
             parts.append(f'<text x="{scale.x(tick):.1f}" y="{HEIGHT - 9}" text-anchor="middle">{int(tick):,}</text>')
     base = HEIGHT - BOTTOM
@@ -198,12 +231,12 @@ def _path(series: Series, scale: _Scale, css: str) -> str:
     return "".join(parts)
 
 
-def _error_bars(series: Series, scale: _Scale, color: str) -> list[str]:
+def _error_bars(series: Series, scale: _Scale, color: str, floor: float) -> list[str]:
     parts: list[str] = []
     for (x, y), error in zip(series.points, series.errors, strict=False):
         if not (math.isfinite(y) and math.isfinite(error)):
             continue
-        px, low, high = scale.x(x), scale.y(y - error), scale.y(y + error)
+        px, low, high = scale.x(x), scale.y(max(y - error, floor)), scale.y(y + error)
         parts.append(
             f'<path class="{color} bar" d="M{px:.1f} {low:.1f}V{high:.1f}M{px - 4:.1f} {low:.1f}h8M{px - 4:.1f} '
             f'{high:.1f}h8"/><circle class="{color}" cx="{px:.1f}" cy="{scale.y(y):.1f}" r="3.5"/>'
@@ -228,7 +261,7 @@ def _hover_strips(series: Sequence[Series], scale: _Scale) -> list[str]:
     values: dict[float, list[str]] = {}
     for one in series:
         for index, (x, y) in enumerate(one.points):
-            error = f" +- {one.errors[index]:.4g}" if index < len(one.errors) else ""
+            error = f" +- {one.errors[index]:.3g}" if index < len(one.errors) else ""
             values.setdefault(x, []).append(f"{one.name}: {y:.6g}{error}")
     xs = sorted(values)
     xs = xs[:: math.ceil(len(xs) / MAX_HOVER_STRIPS)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_mc.ops.device import check_devices
 from grpo_mc.ops.loader import load
 
 load()
@@ -48,8 +49,10 @@ def group_advantages(
         for a group whose valid rewards are all equal (H01, H02).
 
     Raises:
-        ValueError: unknown baseline or scale, ddof not 0 or 1, negative eps, shapes or dtypes that do not fit.
+        ValueError: unknown baseline or scale, ddof not 0 or 1, eps negative or not finite, shapes or dtypes that do not
+            fit, tensors on several devices.
     """
+    check_devices("group_advantages", rewards=rewards, group_ids=group_ids, valid=valid)
     return torch.ops.grpo_mc.group_advantages(rewards.detach(), group_ids, valid, baseline, scale, ddof, eps)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_mc.ops.device import check_devices
 from grpo_mc.ops.loader import load
 
 load()
@@ -30,14 +31,19 @@ def paged_attention(
         block_tables: [B, M] int32, cache block of each stretch of `block` positions; entries past
             ceil(length / block) are never read.
         lengths: [B] int32, cached positions of each row, the new token's own included; 0 gives a zero output.
-        scale: factor on the scores, usually 1 / sqrt(D).
+        scale: factor on the scores, finite; usually 1 / sqrt(D).
 
     Returns:
         [B, Hq, D], dtype of query; computed in float32.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a length beyond M * block, a block outside the cache.
+        ValueError: shapes or dtypes that do not fit, a length beyond M * block, a block outside the cache,
+            a scale that is not finite, tensors on several devices.
     """
+    check_devices(
+        "paged_attention", query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables,
+        lengths=lengths,
+    )  # fmt: skip
     return torch.ops.grpo_mc.paged_attention(query, key_cache, value_cache, block_tables, lengths, scale)
 
 

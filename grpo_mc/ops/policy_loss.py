@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_mc.ops.device import check_devices
 from grpo_mc.ops.loader import load
 
 load()
@@ -88,7 +89,7 @@ def policy_loss(
             beta 0 it is measured only.
         kl_gradient: "direct" differentiates the estimator as written; "k2" keeps its value and takes the gradient of
             k2; "importance" is rho * k with the gradient through rho.
-        beta: coefficient of the KL term.
+        beta: coefficient of the KL term, finite.
         ref_logprobs: [T]; required exactly when kl is given.
         entropy: [T] full entropy of each row; measured when given, trained on when entropy_coef != 0.
         entropy_coef: coefficient of the entropy bonus.
@@ -104,14 +105,21 @@ def policy_loss(
             group_mean: sum_g (sum of m L in g / sum of m in g) / D            (D = groups)
             A sequence (or group) whose mean is taken must lie wholly in this call; one without tokens adds 0.
         norm_length: tokens, >= 1; required by sequence_mean_token_sum_norm.
-        denominator: the GLOBAL count, over micro-batches and ranks; 0 gives loss 0 and gradients 0.
+        denominator: the GLOBAL count, over micro-batches and ranks, finite and >= 0; 0 gives loss 0 and
+            gradients 0.
 
     Returns:
         PolicyLoss(loss, metrics).
 
     Raises:
-        ValueError: unknown name, a term switched on without its input, shapes that do not fit.
+        ValueError: unknown name, a number that is not finite or out of range, a term switched on without its input,
+            shapes that do not fit, tensors on several devices.
     """
+    check_devices(
+        "policy_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask,
+        ref_logprobs=ref_logprobs, entropy=entropy, weights=weights, cu_seqlens=cu_seqlens,
+        sequence_groups=sequence_groups,
+    )  # fmt: skip
     divisor = torch.as_tensor(denominator, dtype=torch.float64, device=logprobs.device)
     loss, metrics, _, _ = torch.ops.grpo_mc.policy_loss(
         logprobs,
@@ -150,7 +158,7 @@ def _fake(
     entropy_coef: float,
     **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_entropy = logprobs.new_empty(logprobs.shape[0] if entropy_coef != 0 else 0)
+    grad_entropy = logprobs.new_empty(logprobs.numel() if entropy_coef != 0 else 0)
     metrics = logprobs.new_empty(len(METRICS), dtype=torch.float64)
     return (
         logprobs.new_empty(()),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_mc.ops.device import check_devices
 from grpo_mc.ops.loader import load
 
 load()
@@ -29,8 +30,9 @@ def row_linear(x: Tensor, weight: Tensor) -> Tensor:
         [M, N] float32.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit, tensors on two devices.
     """
+    check_devices("row_linear", x=x, weight=weight)
     return torch.ops.grpo_mc.row_linear(x, weight)
 
 

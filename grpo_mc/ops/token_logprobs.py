@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mc.ops.device import check_devices
 from grpo_mc.ops.loader import load
 
 load()
@@ -40,7 +41,7 @@ def token_logprobs(
         logits: [T, V] float32, bfloat16 or float64; rows may be strided. -inf is a token that cannot be drawn; a NaN,
             +inf or a row wholly -inf makes that row's results NaN.
         targets: [T] int64 in [0, vocab_size).
-        temperature: > 0; the one the tokens were sampled with.
+        temperature: 1e-38 to 1e38; the one the tokens were sampled with.
         vocab_size: columns that are real tokens; the ones after it are padding, count for nothing and get gradient 0
             (H19). None = V.
         with_entropy: also return the entropy of each row, differentiable.
@@ -53,9 +54,11 @@ def token_logprobs(
         gradients are both exactly 0 (masked) gets gradient 0 whatever its logits hold.
 
     Raises:
-        ValueError: shapes, dtypes, temperature, vocab_size or a target out of range.
+        ValueError: shapes, dtypes, temperature, vocab_size or a target out of range; tensors on two devices.
     """
-    size = logits.shape[-1] if vocab_size is None else vocab_size
+    check_devices("token_logprobs", logits=logits, targets=targets)
+    columns = logits.shape[-1] if logits.dim() else 0  # the operator refuses what is not [T, V]
+    size = columns if vocab_size is None else vocab_size
     logprobs, entropy, _ = torch.ops.grpo_mc.token_logprobs(
         logits, targets, temperature, size, with_entropy, inplace_backward
     )
@@ -82,6 +85,7 @@ def token_logprob_stats(
     Raises:
         ValueError: shapes, dtypes, temperature, or a target outside [0, vocab_size).
     """
+    check_devices("token_logprob_stats", logits=logits, targets=targets)
     stats = torch.ops.grpo_mc.token_logprob_stats(logits.detach(), targets, vocab_start, vocab_size, temperature)
     return tuple(stats)
 
@@ -120,6 +124,10 @@ def token_logprobs_backward(
     """
     if (entropy is None) != (grad_entropy is None):
         raise ValueError("token_logprobs_backward: give both entropy and grad_entropy, or neither")
+    check_devices(
+        "token_logprobs_backward", logits=logits, targets=targets, lse=lse, entropy=entropy,
+        grad_logprobs=grad_logprobs, grad_entropy=grad_entropy,
+    )  # fmt: skip
     tensors = (targets, lse, entropy, grad_logprobs, grad_entropy)
     logits = logits.detach()
     if not inplace:
@@ -133,10 +141,16 @@ def _out_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
+def _check_matrix(op: str, logits: Tensor) -> None:
+    if logits.dim() != 2:
+        raise ValueError(f"{op}: logits has shape {list(logits.shape)}; it must be [T, V]")
+
+
 @torch.library.register_fake("grpo_mc::token_logprobs")
 def _fake_forward(
     logits: Tensor, targets: Tensor, temperature: float, vocab_size: int, with_entropy: bool, inplace_backward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_matrix("token_logprobs", logits)
     tokens, dtype = logits.shape[0], _out_dtype(logits)
     entropy = logits.new_empty(tokens if with_entropy else 0, dtype=dtype)
     return logits.new_empty(tokens, dtype=dtype), entropy, logits.new_empty(tokens, dtype=torch.float64)
@@ -146,6 +160,7 @@ def _fake_forward(
 def _fake_stats(
     logits: Tensor, targets: Tensor, vocab_start: int, vocab_size: int, temperature: float
 ) -> tuple[Tensor, ...]:
+    _check_matrix("token_logprob_stats", logits)
     return tuple(logits.new_empty(logits.shape[0], dtype=_out_dtype(logits)) for _ in range(4))
 
 

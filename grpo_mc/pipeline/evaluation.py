@@ -1,7 +1,8 @@
-"""Measuring the policy on held-out prompts: accuracy, pass@k and mean reward, each with its standard error.
+"""Measuring the policy on held-out prompts: accuracy and mean reward with their errors, and pass@k.
 
-A response is right when the first reward function of the configuration scores it 1 (or more). With several samples per
-prompt the standard error is that of the prompts' means, since samples of one prompt are not independent. pass@k is the
+A response is right when the first reward function of the configuration scores it 1 (or more). The accuracy's error bar
+is Wilson's (see error_bars). With several samples per prompt the standard error is that of the prompts' means, since
+samples of one prompt are not independent. pass@k is the
 unbiased estimator 1 - C(n - c, k) / C(n, k) of arXiv 2107.03374, n samples of which c are right.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 from grpo_mc.config import EvaluationConfig, RolloutConfig
 from grpo_mc.data.dataset import PromptDataset
 from grpo_mc.data.records import FinishReason, Group, Rollout
+from grpo_mc.pipeline.error_bars import accuracy_error
 from grpo_mc.pipeline.messages import PromptDraw
 from grpo_mc.pipeline.reward_module import RewardModule
 from grpo_mc.pipeline.rollout_module import RolloutModule
@@ -30,7 +32,10 @@ class EvalResult:
     """An evaluation."""
 
     accuracy: float
+    accuracy_error: float
+    """Half width of its Wilson interval of one standard deviation; above 0 also where all or none are right."""
     stderr: float
+    """Standard error of the prompts' means."""
     reward_mean: float
     reward_stderr: float
     n: int
@@ -54,26 +59,36 @@ class HeldOut:
 
     def __init__(
         self, dataset: PromptDataset, config: EvaluationConfig, sampling: RolloutConfig, *, rollout: RolloutModule,
-        rewards: RewardModule,
+        rewards: RewardModule, on_progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             sampling: Section `rollout`, for what `config` leaves open.
+            on_progress: Called on every rank with the responses that have ended and all that are wanted, as it goes on.
+                With data parallelism a rank takes its own share as that of the others.
         """
+        self.on_progress = on_progress
         self.dataset, self.config, self.rollout, self.rewards = dataset, config, rollout, rewards
         self.params = SamplingParams(
             temperature=config.temperature, top_k=sampling.top_k, top_p=sampling.top_p, stop=tuple(sampling.stop),
             max_new_tokens=config.max_new_tokens or sampling.max_new_tokens, ignore_eos=sampling.ignore_eos,
         )  # fmt: skip
 
-    def measure(self, policy_version: int, on_tokens: Callable[[int], None] | None = None) -> EvalResult:
+    def measure(self, policy_version: int) -> EvalResult:
         """Samples and scores every prompt. All ranks call it together and get the same result."""
         draws = [PromptDraw(FIRST_GROUP_ID + at, self.dataset[at]) for at in range(len(self.dataset))]
+        self._report(0)
         groups = self.rollout.run(
-            draws, self.params, num_samples=self.config.num_samples, policy_version=policy_version, on_tokens=on_tokens
-        )
+            draws, self.params, num_samples=self.config.num_samples, policy_version=policy_version,
+            on_ended=self._report,
+        )  # fmt: skip
         scored = self.rewards.run(groups)
         return summarise(scored, rewards_first_name(scored), self.config.pass_k)
+
+    def _report(self, num_ended: int) -> None:
+        total = len(self.dataset) * self.config.num_samples
+        if self.on_progress is not None:
+            self.on_progress(min(total, num_ended * self.rollout.mesh.dp), total)
 
 
 def rewards_first_name(groups: Sequence[Group]) -> str:
@@ -107,9 +122,12 @@ def summarise(groups: Sequence[Group], reward_name: str, pass_k: Sequence[int]) 
     truncated = [r.finish_reason is FinishReason.TRUNCATED for r in rollouts]
     samples = len(groups[0].rollouts) if groups else 0
     pass_at = {k: float(np.mean([pass_at_k(len(row), sum(row), k) for row in right])) for k in pass_k if k <= samples}
+    accuracy = float(np.mean(accuracies)) if accuracies else 0.0
+    stderr = standard_error(accuracies)
     return EvalResult(
-        accuracy=float(np.mean(accuracies)) if accuracies else 0.0,
-        stderr=standard_error(accuracies),
+        accuracy=accuracy,
+        accuracy_error=accuracy_error(accuracy, stderr, num_prompts=len(groups), num_samples=samples),
+        stderr=stderr,
         reward_mean=float(np.mean(rewards)) if rewards else 0.0,
         reward_stderr=standard_error(rewards),
         n=len(groups),

@@ -6,15 +6,20 @@ computes the same advantages, filters, denominators and micro-batch plans by its
 
 from __future__ import annotations
 
+import time
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from grpo_mc.data.records import Group
 from grpo_mc.megatron.mesh import Mesh
 
 Value = TypeVar("Value")
+MEETING_S = 30.0
+"""Longest wait of ranks that failed for the others."""
+_FAILED = "grpo_mc/failed_ranks"
 
 
 def gather_from_leaders(value: Value, mesh: Mesh) -> list[Value]:
@@ -48,3 +53,27 @@ def broadcast_from_first(value: Value, mesh: Mesh) -> Value:
     box = [value]
     dist.broadcast_object_list(box, 0)
     return box[0]
+
+
+def all_ranks_failed(mesh: Mesh, timeout_s: float = MEETING_S) -> bool:
+    """Whether every rank calls this within timeout_s: then none is inside a collective, and they can start another.
+
+    For ranks whose step failed, once in the life of the process group. They count themselves in the store, not by a
+    collective: a rank that failed alone must not be taken for a part of the collective that the others wait in.
+    """
+    if mesh.world_size == 1:
+        return True
+    store, deadline = _get_default_store(), time.monotonic() + timeout_s
+    try:
+        arrived = store.add(_FAILED, 1)
+        while arrived < mesh.world_size:
+            if time.monotonic() > deadline:
+                if store.add(_FAILED, -1) + 1 < mesh.world_size:
+                    return False
+                arrived = store.add(_FAILED, 1)  # the last one came this moment and may have seen the full count
+                continue
+            time.sleep(0.05)
+            arrived = store.add(_FAILED, 0)
+    except RuntimeError:  # the process that holds the store is gone
+        return False
+    return True

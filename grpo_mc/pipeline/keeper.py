@@ -35,14 +35,15 @@ class Keeper:
 
         Args:
             state: JSON values, handed back by `load`.
-            best_step: The one that did best in evaluation, to be kept.
+            best_step: The one that did best in evaluation, to be kept as this one is.
         """
         if self.last_saved == step:
             return
         extra = {**state, "policy_version": self.training.policy_version}
         save_checkpoint(self.training.policy, self.runtime.mesh, self.root / f"step_{step}", extra)
         self.last_saved = step
-        keep = {best_step} if self.config.keep_best and best_step is not None else set()
+        # The step just saved is not always among the newest: the folder may hold higher ones of another run.
+        keep = {step, best_step} if self.config.keep_best and best_step is not None else {step}
         prune(self.root, self.config.keep_last, keep)
 
     def load(self, path: Path, step: int) -> dict[str, Any]:

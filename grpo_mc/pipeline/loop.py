@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mc.config import Config
 from grpo_mc.data.records import Group
+from grpo_mc.megatron.checkpoint import CheckpointError
 from grpo_mc.pipeline.clock import StageClock
 from grpo_mc.pipeline.evaluation import EvalResult, HeldOut
-from grpo_mc.pipeline.exchange import any_rank
+from grpo_mc.pipeline.exchange import all_ranks_failed, any_rank, broadcast_from_first
 from grpo_mc.pipeline.keeper import Keeper
 from grpo_mc.pipeline.rollout_log import ROLLOUTS_DIR, RolloutLog
 from grpo_mc.pipeline.scheduler import Scheduler
@@ -22,13 +24,16 @@ from grpo_mc.pipeline.setup import Runtime
 from grpo_mc.pipeline.stall import NothingToTrain, StallWatch
 from grpo_mc.pipeline.stop import Interrupted, StepAbandoned, StopRequest
 from grpo_mc.pipeline.training_module import peak_memory_bytes
+from grpo_mc.rollout.sampling import NonFiniteLogits
 
 
 class Sink(Protocol):
     """Where a run's numbers and texts go (grpo_mc.monitor.RunMonitor is one)."""
 
+    def recorded_steps(self) -> int: ...
     def resume(self, step: int) -> None: ...
     def stage(self, name: str) -> None: ...
+    def progress(self, done: int, total: int) -> None: ...
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def evaluation(self, step: int, result: Mapping[str, Any]) -> None: ...
     def samples(self, step: int, groups: Iterable[Group]) -> None: ...
@@ -78,13 +83,14 @@ class TrainingRun:
         self.results: dict[int, EvalResult] = {}
 
     def resume(self) -> None:
-        """Goes on from the newest complete checkpoint; from the start if there is none.
+        """Goes on from the newest complete checkpoint; from the start if there is none and no step was recorded.
 
         Lines of metrics and rollouts of later steps are removed. The learning rate of a step is computed from the
         configuration, never restored: with another run.steps a linear or cosine schedule goes on along the new curve.
 
         Raises:
-            ValueError: The run trains nothing, so it has no checkpoint; or the checkpoint is of another run.
+            ValueError: The run trains nothing, so it has no checkpoint; or it recorded steps and has no complete one;
+                or the checkpoint is of another run.
         """
         if self.keeper is None:
             raise ValueError(
@@ -95,7 +101,8 @@ class TrainingRun:
         for path, reason in latest.ignored:
             self.sink.message(f"resume: {path.name} is not complete and is left alone: {reason}")
         if latest.path is None or latest.step is None:
-            self.sink.message("resume: no complete checkpoint, the run starts again from step 0")
+            self._refuse_to_drop_all(latest.ignored)
+            self.sink.message("resume: no complete checkpoint and no recorded step, the run starts from step 0")
             self.sink.resume(-1)
         else:
             self._restore(self.keeper.load(latest.path, latest.step))
@@ -103,6 +110,18 @@ class TrainingRun:
             self.sink.resume(self.step)
         if self.mesh.rank == 0:
             self.log.truncate_after(self.step)
+
+    def _refuse_to_drop_all(self, ignored: Sequence[tuple[Path, str]]) -> None:
+        recorded = max(self.sink.recorded_steps(), self.log.num_steps()) if self.mesh.rank == 0 else 0
+        recorded = broadcast_from_first(recorded, self.mesh)
+        if not recorded:
+            return
+        faults = "".join(f"; {path.name} is ignored: {reason}" for path, reason in ignored)
+        run_dir = self.config.run.dir
+        raise ValueError(
+            f"train --resume: {run_dir} has no complete checkpoint to go on from{faults}. It holds {recorded} recorded"
+            f" steps, which a start from step 0 would remove; start a new run with another run.dir, or delete {run_dir}"
+        )
 
     def run(self) -> TrainResult:
         """All remaining steps, with evaluations and checkpoints where they are due, then the export.
@@ -115,7 +134,8 @@ class TrainingRun:
             while True:
                 self._leave_if_asked()
                 if self._is_evaluation_due():
-                    self._evaluate()
+                    with self._saving_on_failure():
+                        self._evaluate()
                 if self._is_save_due():
                     self._save()
                 if self.step >= self.config.run.steps:
@@ -131,9 +151,10 @@ class TrainingRun:
         clock = StageClock(self.sink, self._abandon_if_asked)
         state = self.scheduler.collector.state_dict()
         try:
-            batch = self.scheduler.collect(step, clock)
-            self.scheduler.infer(clock)
-            metrics = self.scheduler.train(clock)
+            with self._saving_on_failure():
+                batch = self.scheduler.collect(step, clock)
+                self.scheduler.infer(clock)
+                metrics = self.scheduler.train(clock)
         except StepAbandoned:
             self.scheduler.collector.load_state_dict(state)
             return
@@ -146,6 +167,35 @@ class TrainingRun:
         self.sink.step(step, metrics)
         self.sink.samples(step, batch.groups)
         self._warn(metrics)
+
+    @contextmanager
+    def _saving_on_failure(self) -> Iterator[None]:
+        """What fails inside in an orderly way ends the run with the last finished step saved, where that is possible.
+
+        It is where the weights are still those of that step, and where every rank failed. If one failed alone, the
+        others wait for it inside a collective and cannot save: it leaves after MEETING_S, and the launcher ends them.
+        """
+        state = self.scheduler.collector.state_dict()
+        try:
+            yield
+        except NonFiniteLogits:  # weights that nobody wants to go on from
+            raise
+        except (ValueError, OSError):
+            self.scheduler.collector.load_state_dict(state)
+            self._save_before_failing()
+            raise
+
+    def _save_before_failing(self) -> None:
+        if self.keeper is None or self.step in (0, self.keeper.last_saved) or self.scheduler.training.is_updating:
+            return
+        if not all_ranks_failed(self.mesh):
+            return
+        try:
+            self._save()
+        except (CheckpointError, OSError) as failure:  # the first failure is the one to report
+            self.sink.message(f"step {self.step} is not saved: {failure}")
+        else:
+            self.sink.message(f"step {self.step} is saved; `grpo-mc train --resume {self.config.run.dir}` goes on")
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         if self.keeper is None:

@@ -70,6 +70,10 @@ class RolloutLog:
             ) from error
         return path
 
+    def num_steps(self) -> int:
+        """Recorded steps."""
+        return len(self._files())
+
     def truncate_after(self, step: int) -> int:
         """Removes the files of steps later than `step`, which a resumed run will do again; returns how many."""
         later = [path for number, path in self._files() if number > step]

@@ -11,7 +11,7 @@ from grpo_mc.data.tokenizer import Tokenizer
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.pipeline.messages import PromptDraw
 from grpo_mc.rollout.native import NativeEngine, Request, Response
-from grpo_mc.rollout.sampling import SamplingParams
+from grpo_mc.rollout.sampling import NonFiniteLogits, SamplingParams
 
 
 class RolloutModule:
@@ -22,20 +22,27 @@ class RolloutModule:
 
     def run(
         self, draws: Sequence[PromptDraw], params: SamplingParams, *, num_samples: int, policy_version: int,
-        on_tokens: Callable[[int], None] | None = None,
+        on_ended: Callable[[int], None] | None = None,
     ) -> list[Group]:  # fmt: skip
         """Samples `num_samples` responses of each of this data-parallel rank's draws.
 
         Args:
             draws: All draws of the round, the same on every rank.
             policy_version: Version of the weights, recorded in every rollout.
+            on_ended: Called with the number of this rank's responses that have ended, as it grows.
 
         Returns:
             This rank's groups, not scored.
+
+        Raises:
+            NonFiniteLogits: The weights cannot be sampled from.
         """
         own = list(draws)[self.mesh.dp_rank :: self.mesh.dp]
         requests = [Request(draw.group_id, draw.prompt.token_ids, tuple(range(num_samples))) for draw in own]
-        responses = self.engine.generate(requests, params, on_tokens)
+        try:
+            responses = self.engine.generate(requests, params, on_ended)
+        except NonFiniteLogits as error:
+            raise NonFiniteLogits(f"{error} {_since_when(policy_version)}") from error
         groups = [Group(draw.group_id, draw.prompt, []) for draw in own]
         for at, response in enumerate(responses):
             group = groups[at // num_samples]
@@ -53,6 +60,19 @@ class RolloutModule:
             finish_reason=response.finish_reason,
             policy_versions=(policy_version,),
         )
+
+
+def _since_when(policy_version: int) -> str:
+    """What weights that give no finite logits come from, and what to change."""
+    if policy_version == 0:
+        return (
+            "before any training step, so the weights as they were loaded give them: their numbers are too large for"
+            " model.dtype, or config.json is not theirs; try model.dtype fp32 and check model.path"
+        )
+    return (
+        f"after {policy_version} training batches: the weights have diverged; lower optimizer.lr, and resume from an"
+        " earlier checkpoint or start again"
+    )
 
 
 def response_text(response: Response, tokenizer: Tokenizer, params: SamplingParams) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from grpo_mc.config import Config, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, to_yaml
-from grpo_mc.data.dataset import PromptDataset
+from grpo_mc.data.dataset import held_out_prompts, training_prompts
 from grpo_mc.data.records import Prompt, Rollout
 from grpo_mc.megatron.mesh import destroy_mesh
 from grpo_mc.megatron.train_step import Policy
@@ -31,13 +31,14 @@ def train(config: Config, *, resume_dir: Path | None, sink: Sink) -> TrainResult
     Args:
         config: Resolved.
         resume_dir: Go on with this run; None = a new one.
-        sink: Where metrics, samples, evaluations and messages go.
+        sink: Where metrics, samples, evaluations and messages go. grpo_mc.monitor.RunMonitor also keeps a second run
+            out of run.dir; another sink has to see to that itself.
 
     Raises:
         ValueError: Something in the configuration, the data or the weights does not fit, or nothing can be learnt.
         Interrupted: The run was asked to stop and is saved.
     """
-    runtime = build_runtime(config)
+    runtime = build_runtime(config, trains=config.pipeline.mode != "rollout_only")
     with ExitStack() as stack:
         stack.callback(destroy_mesh)
         run = _build_run(runtime, sink, stack)
@@ -77,10 +78,10 @@ def _build_run(runtime: Runtime, sink: Sink, stack: ExitStack) -> TrainingRun:
         rewards = stack.enter_context(closing(RewardModule(config.rewards, runtime.mesh)))
         rollout = RolloutModule(runtime.build_engine(), runtime.mesh, runtime.tokenizer)
         select = select_all if mode == "rollout_only" else select_trainable(config)
-        dataset = _train_prompts(runtime)
+        dataset = training_prompts(config, runtime.tokenizer, runtime.architecture.max_positions)
         collector = SamplingCollector(config, dataset, rollout=rollout, rewards=rewards, select=select)
         if mode == "train" and config.evaluation.source is not None:
-            held_out = _held_out(runtime, rollout, rewards)
+            held_out = _held_out(runtime, rollout, rewards, sink.progress)
     if mode == "rollout_only":
         scheduler = Scheduler(collector=collector, training=NoTraining(), inference=None)
     else:
@@ -90,12 +91,6 @@ def _build_run(runtime: Runtime, sink: Sink, stack: ExitStack) -> TrainingRun:
         scheduler = Scheduler(collector=collector, training=training, inference=inference)
         keeper = Keeper(runtime, training)
     return TrainingRun(runtime, scheduler, sink, held_out=held_out, keeper=keeper)
-
-
-def _train_prompts(runtime: Runtime) -> PromptDataset:
-    data = runtime.config.data
-    assert data.train is not None, "check_trainable has seen to it"
-    return PromptDataset(data.train, runtime.tokenizer, exclude=data.exclude, max_prompt_tokens=data.max_prompt_tokens)
 
 
 def _build_inference(runtime: Runtime) -> InferenceModule:
@@ -115,15 +110,22 @@ def _build_training(runtime: Runtime) -> TrainingModule:
     return TrainingModule(policy, runtime.mesh, config)
 
 
-def _held_out(runtime: Runtime, rollout: RolloutModule, rewards: RewardModule) -> HeldOut:
+def _held_out(
+    runtime: Runtime, rollout: RolloutModule, rewards: RewardModule, on_progress: Callable[[int, int], None] | None
+) -> HeldOut:
     config = runtime.config
-    assert config.evaluation.source is not None
-    dataset = PromptDataset(config.evaluation.source, runtime.tokenizer)
-    return HeldOut(dataset, config.evaluation, config.rollout, rollout=rollout, rewards=rewards)
+    dataset = held_out_prompts(config, runtime.tokenizer, runtime.architecture.max_positions)
+    return HeldOut(
+        dataset, config.evaluation, config.rollout, rollout=rollout, rewards=rewards, on_progress=on_progress
+    )
 
 
-def evaluate(config: Config) -> EvalResult:
+def evaluate(config: Config, *, on_progress: Callable[[int, int], None] | None = None) -> EvalResult:
     """Measures model.path on evaluation.source.
+
+    Args:
+        config: Resolved.
+        on_progress: See HeldOut.
 
     Raises:
         ValueError: evaluation.source is not set.
@@ -135,7 +137,7 @@ def evaluate(config: Config) -> EvalResult:
         stack.callback(destroy_mesh)
         rewards = stack.enter_context(closing(RewardModule(config.rewards, runtime.mesh)))
         rollout = RolloutModule(runtime.build_engine(), runtime.mesh, runtime.tokenizer)
-        return _held_out(runtime, rollout, rewards).measure(policy_version=0)
+        return _held_out(runtime, rollout, rewards, on_progress).measure(policy_version=0)
 
 
 def generate(

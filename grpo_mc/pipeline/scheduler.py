@@ -20,6 +20,8 @@ class Trainer(Protocol):
     """What becomes of a collected batch: weights and metrics, or metrics alone."""
 
     policy_version: int
+    is_updating: bool
+    """Whether the weights are between two policy versions."""
 
     def run(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Uses one batch; returns its metrics, the same on every rank."""
@@ -29,6 +31,7 @@ class NoTraining:
     """The Trainer of a run that only samples: no optimizer is built, and the policy stays at version 0."""
 
     policy_version = 0
+    is_updating = False
 
     def run(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Nothing; the batch's figures are the collector's."""

@@ -11,6 +11,7 @@ from grpo_mc.config import Config, ModelConfig, check_parallel
 from grpo_mc.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from grpo_mc.megatron.hf_checkpoint import locate_folder, open_checkpoint
 from grpo_mc.megatron.hf_config import ModelArchitecture, model_shape, read_architecture
+from grpo_mc.megatron.memory_check import check_memory
 from grpo_mc.megatron.mesh import Mesh, build_mesh
 from grpo_mc.megatron.model import PolicyModel, build_model, policy_config
 from grpo_mc.megatron.split_weights import mark_split_weights
@@ -38,17 +39,22 @@ class Runtime:
         )  # fmt: skip
 
 
-def build_runtime(config: Config) -> Runtime:
-    """Everything but data and rewards; checks the layout against the model before any process group exists.
+def build_runtime(config: Config, *, trains: bool = False) -> Runtime:
+    """Everything but data and rewards; checks layout and memory against the model before any process group exists.
+
+    Args:
+        config: Resolved.
+        trains: Whether gradients and optimizer state will be needed too.
 
     Raises:
-        ValueError: Weights, tokenizer or layout that do not fit.
+        ValueError: Weights, tokenizer or layout that do not fit, or a model that does not fit into memory.
     """
     architecture = read_architecture(locate_folder(config.model.path, config.model.cache_dir))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = check_parallel(config.parallel, model_shape(architecture), world_size)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.cache_dir)
     check_fits(tokenizer, architecture.vocab_size)
+    check_memory(config.model_copy(update={"parallel": parallel}), architecture, trains=trains)
     mesh = build_mesh(
         tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp if architecture.num_experts else None,
         cp=parallel.cp, dp=parallel.dp, timeout_s=parallel.timeout_s, seed=config.run.seed,

@@ -47,6 +47,8 @@ class TrainingModule:
     def __init__(self, policy: Policy, mesh: Mesh, config: Config) -> None:
         self.policy, self.mesh, self.config = policy, mesh, config
         self.policy_version = 0
+        self.is_updating = False
+        """From the first optimizer step of a batch to the batch's end; stays true where a batch failed in between."""
 
     def run(self, step: int, groups: list[Group]) -> dict[str, float]:
         """Trains on one batch; the policy version rises by one, also where nothing was in the loss.
@@ -85,6 +87,7 @@ class TrainingModule:
             metrics["loss"] = sums["loss"] / len(made)
             metrics["grad/norm"] = float(np.mean([update.norm for update in made]))
         self.policy_version += 1
+        self.is_updating = False
         return metrics
 
     def _old_logprobs(self, groups: list[Group]) -> RolloutLogprobs | None:
@@ -119,6 +122,7 @@ class TrainingModule:
                 if not denominators.tokens:
                     return Update({})
         sums = self.policy.backward(batches, denominators)
+        self.is_updating = True
         changed, norm = self.policy.step(lr)
         return Update(sums, norm, changed)
 

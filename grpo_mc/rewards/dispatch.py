@@ -22,7 +22,7 @@ from grpo_mc.rewards.process import WorkerProcess
 from grpo_mc.rewards.sample import Sample
 
 START_TIMEOUT_S = 120.0
-"""Most seconds for a worker to import what its functions need."""
+"""Most seconds for a worker to start, and to build each of its functions (to import what it needs)."""
 _BATCH = 16
 """Most samples in one message: enough to hide the round trip, few enough to share work evenly."""
 _CLOSE_GRACE_S = 1.0
@@ -61,7 +61,8 @@ class Dispatcher:
         """The verdicts of every task by its ticket, one for each function in order. Tickets are never used twice.
 
         Raises:
-            RuntimeError: a replacement for a lost worker cannot start.
+            ValueError: a replacement for a lost worker cannot build the functions.
+            RuntimeError: a replacement cannot start for another reason.
         """
         self._queue = deque((ticket, 0, sample) for ticket, sample in tasks.items())
         self._verdicts = {ticket: [] for ticket in tasks}
@@ -82,7 +83,7 @@ class Dispatcher:
 
     def worker_pids(self) -> list[int]:
         """The process ids of the workers that have not been ended."""
-        return [w.pid for w in self._workers if not w.is_closed]
+        return [w.pid for w in self._workers if not w.is_closed and w.pid is not None]
 
     def close(self) -> None:
         """End the workers and all that they started."""
@@ -139,7 +140,11 @@ class Dispatcher:
             self._bury(worker)
 
     def _take(self, worker: WorkerProcess, answer: list[Any]) -> None:
-        if answer[0] == "ready":
+        if answer[0] == "started":
+            worker.pid = answer[1]
+        elif answer[0] == "building":
+            worker.building = answer[1]
+        elif answer[0] == "ready":
             worker.is_ready = True
         elif answer[0] == "failed":
             _, is_user_error, text = answer
@@ -167,7 +172,10 @@ class Dispatcher:
             if worker.is_closed or worker.is_idle or now - worker.since < self._limit(worker):
                 continue
             if not worker.is_ready:
-                raise RuntimeError(f"a reward worker was not ready after {START_TIMEOUT_S:g} s; it is still importing")
+                self._read(worker)  # it may have gone on since
+                if not worker.is_ready and now >= worker.since:
+                    raise _start_failure(worker, f"was not ready after {START_TIMEOUT_S:g} s")
+                continue
             self._read(worker)  # an answer may have arrived since
             if worker.is_closed or worker.is_idle or now < worker.since:
                 continue
@@ -177,7 +185,7 @@ class Dispatcher:
         """A worker has died: its running call crashed, or it could not start."""
         how = worker.exit_text()
         if not worker.is_ready:
-            raise RuntimeError(f"a reward worker {how} before it was ready; standard error has its last words")
+            raise _start_failure(worker, how)
         if worker.tasks:
             self._blame(worker, VerdictStatus.CRASHED, f"the worker process {how}")
         else:
@@ -195,3 +203,13 @@ class Dispatcher:
         self._queue.extendleft(reversed(worker.tasks))
         worker.tasks.clear()
         worker.close()
+
+
+def _start_failure(worker: WorkerProcess, how: str) -> Exception:
+    """What to raise for a worker that ended or overran before it was ready: the function it was at is to blame."""
+    if worker.building is None:
+        return RuntimeError(f"a reward worker {how} before it began; standard error has its last words")
+    return ValueError(
+        f"{worker.building}: the process that loads it {how}; make sure that importing it ends, and ends well "
+        "(what it wrote to standard error is above)"
+    )

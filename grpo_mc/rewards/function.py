@@ -21,7 +21,9 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -32,12 +34,13 @@ def build(options: Any) -> Scorer:
     """The scorer for a FunctionReward.
 
     Raises:
-        ValueError: the module, file or function does not exist, or an import inside it fails.
+        ValueError: the module, file or function does not exist, or importing it raises anything.
     """
     function = load_function(options.path)
     call = _call_trl if options.signature == "trl" else _call_verl
     extra = dict(options.options)
-    accepted = _accepted_names(function)
+    with _code_of_others(f"reward function {options.path!r}", "reading its signature"):
+        accepted = _accepted_names(function)
 
     def score(sample: Sample) -> tuple[object, str]:
         return call(function, sample, extra, accepted)
@@ -49,12 +52,16 @@ def load_function(path: str) -> Callable[..., Any]:
     """The function that "package.module:name" or "file.py:name" names.
 
     Raises:
-        ValueError: it cannot be found; the message says what is missing.
+        ValueError: it cannot be found, or importing it raises anything; the message says what and where.
     """
     where, _, name = path.rpartition(":")
     operation = f"reward function {path!r}"
-    module = _load_file(where, operation) if where.endswith(".py") else _load_module(where, operation)
-    function = getattr(module, name, None)
+    if where.endswith(".py"):
+        module = _load_file(where, operation)
+    else:
+        module = _load_module(where, operation)
+    with _code_of_others(operation, "looking up the function"):  # a module may have a __getattr__
+        function = getattr(module, name, None)
     if function is None:
         raise ValueError(f"{operation}: {where} has no {name!r}; correct the name after the colon")
     if not callable(function):
@@ -63,13 +70,13 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def _load_module(name: str, operation: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
+    if not all(name.split(".")):
         raise ValueError(
-            f"{operation}: cannot import {name!r}: {error}; install it, correct the path, "
-            "or start the program in the folder that holds it"
-        ) from error
+            f"{operation}: {name!r} is no module's full name; give package.module:name without leading or double dots, "
+            "or file.py:name"
+        )
+    with _code_of_others(operation, f"importing {name!r}"):
+        return importlib.import_module(name)
 
 
 def _load_file(path: str, operation: str) -> ModuleType:
@@ -81,11 +88,39 @@ def _load_file(path: str, operation: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickles of the file look themselves up there
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # so that it can import its neighbours, as a script can
-    try:
+    with _code_of_others(operation, "importing the file"):
         spec.loader.exec_module(module)
-    except ImportError as error:
-        raise ValueError(f"{operation}: an import in the file fails: {error}; install it or correct it") from error
     return module
+
+
+@contextmanager
+def _code_of_others(operation: str, doing: str) -> Iterator[None]:
+    """Whatever the code inside raises becomes a ValueError that names the operation, the error and its place."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except ImportError as error:
+        raise ValueError(
+            f"{operation}: {doing} failed: {_describe(error)}; install what is missing, correct the path or the file, "
+            "or start the program in the folder that holds it"
+        ) from error
+    except BaseException as error:  # SystemExit among them: the boundary to code of others, which may raise anything
+        raise ValueError(f"{operation}: {doing} failed: {_describe(error)}; correct the file") from error
+
+
+def _describe(error: BaseException) -> str:
+    """The error and the last place in its traceback that is a file, as one line."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [f for f in frames if not f.filename.startswith("<") and f.filename != __file__]
+    place = f" ({files[-1].filename}:{files[-1].lineno})" if files else ""
+    try:
+        text = str(error)
+    except Exception:  # an exception class of theirs with a broken __str__
+        text = ""
+    return " ".join(f"{type(error).__name__}: {text}".split()) + place
 
 
 def _accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:

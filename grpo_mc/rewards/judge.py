@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from grpo_mc.data.records import Rollout, Verdict, VerdictStatus
+from grpo_mc.data.text import printable
 from grpo_mc.rewards.function import BadOutput
 from grpo_mc.rewards.registry import NamedScorer
 from grpo_mc.rewards.sample import Sample
@@ -72,8 +73,8 @@ def record_verdicts(rollout: Rollout, verdicts: Sequence[Verdict], weights: Mapp
 
 
 def one_line(text: str) -> str:
-    """`text` on one line, cut to 500 characters, with nothing that UTF-8 cannot hold."""
-    text = " ".join(text.split()).encode("utf-8", "replace").decode()
+    """`text` on one line, cut to 500 characters, with nothing that UTF-8 cannot hold or that a terminal would obey."""
+    text = printable(" ".join(text.split()).encode("utf-8", "replace").decode())
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
 
 

@@ -33,8 +33,9 @@ class RewardPool:
         config: the functions, the number of workers, the time limit of a call, the most samples handed out at a time.
 
     Raises:
-        ValueError: a function that cannot be built from its options (a missing module, a wrong name).
-        RuntimeError: a worker that could not start; the message holds its traceback.
+        ValueError: a function that cannot be built from its options (a missing module, a wrong name, code that fails or
+            does not end when it is imported).
+        RuntimeError: a worker that could not start for another reason; the message holds its traceback.
     """
 
     def __init__(self, config: RewardsConfig) -> None:
@@ -62,7 +63,8 @@ class RewardPool:
         from several threads take turns.
 
         Raises:
-            RuntimeError: the pool is closed, or a replacement for a lost worker cannot start.
+            ValueError: a replacement for a lost worker cannot build the functions.
+            RuntimeError: the pool is closed, or a replacement cannot start for another reason.
         """
         with self._lock:
             if self._is_closed:

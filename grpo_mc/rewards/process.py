@@ -1,5 +1,7 @@
 """The pool's handle on one reward worker: start it, give it samples, end it with everything that it started.
 
+What is started is a supervisor (grpo_mc.rewards.supervisor), which starts the worker and ends with it, the same way.
+
 The worker is a fresh interpreter, not a fork: a fork of a process with running threads (torch, gloo) can deadlock. It
 is started without multiprocessing, whose spawn imports the main program again in the child.
 """
@@ -20,11 +22,27 @@ from typing import Any
 from grpo_mc.rewards.channel import Channel, ChannelClosed
 from grpo_mc.rewards.sample import Sample
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from grpo_mc.rewards.worker import main; "
-_PROGRAM += "main(int(sys.argv[2]), int(sys.argv[3]))"
+_SUPERVISOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supervisor.py")
+# From its file, not by its module's name: importing this package first would start what the fork must not find.
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); names = {'__name__': 'supervisor'}; "
+_PROGRAM += "exec(compile(open(sys.argv[4]).read(), sys.argv[4], 'exec'), names); "
+_PROGRAM += "names['main'](int(sys.argv[2]), int(sys.argv[3]))"
 
 SEND_TIMEOUT_S = 30.0
 """Most seconds for an idle worker to take a message; one that does not is ended and replaced."""
+_END_TIMEOUT_S = 10.0
+"""Most seconds for the supervisor to end what the worker started; then it is killed itself, and the worker with it."""
+_EXIT_TIMEOUT_S = 4.0
+"""Most seconds from a closed connection to the end of the process: the supervisor kills what is left in between."""
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL", "SIGRTMIN+1" or, where the system gives a number that has no name, "signal 77"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        first, last = getattr(signal, "SIGRTMIN", 0), getattr(signal, "SIGRTMAX", -1)
+        return f"SIGRTMIN+{number - first}" if first <= number <= last else f"signal {number}"
 
 
 class WorkerProcess:
@@ -38,13 +56,14 @@ class WorkerProcess:
         # Neither standard input nor output: a reward function that prints must not mix into the program's own output.
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(search_path), str(theirs.fileno()), str(lifeline)],
+                [sys.executable, "-P", "-c", _PROGRAM, json.dumps(search_path), str(theirs.fileno()), str(lifeline),
+                 _SUPERVISOR],
                 pass_fds=(theirs.fileno(), lifeline),
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            )  # fmt: skip
         except OSError:
             ours.close()
             os.close(self._lifeline)
@@ -55,6 +74,10 @@ class WorkerProcess:
         self.channel = Channel(ours)
         self.is_ready = False
         self.is_closed = False
+        self.pid: int | None = None
+        """The worker's process id, once it has said so."""
+        self.building: str | None = None
+        """The function that it builds now, in words, until it is ready."""
         self.tasks: deque[tuple[int, int, Sample]] = deque()
         self.since = time.monotonic()
         """When the worker began what it is doing now: its start, or the call that is running."""
@@ -62,11 +85,6 @@ class WorkerProcess:
             self.channel.send(options, SEND_TIMEOUT_S)
         except ChannelClosed:
             pass  # it died at once: the pool finds the connection closed and reports its status
-
-    @property
-    def pid(self) -> int:
-        """Its process id, which is also its process group."""
-        return self._process.pid
 
     @property
     def is_idle(self) -> bool:
@@ -88,12 +106,12 @@ class WorkerProcess:
 
     def exit_text(self) -> str:
         """How the process ended, in words, waiting a moment for it to do so."""
-        ended = self._wait_for_end(1.0)
+        ended = self._wait_for_end(_EXIT_TIMEOUT_S)
         if ended is None:
             return "closed its connection"
         if ended.si_code == os.CLD_EXITED:
             return f"exited with status {ended.si_status}"
-        return f"was killed by {signal.Signals(ended.si_status).name}"
+        return f"was killed by {signal_name(ended.si_status)}"
 
     def close(self, grace_s: float = 0.0) -> None:
         """End the process and its children; it may finish by itself for `grace_s` first. Safe to call again."""
@@ -102,19 +120,16 @@ class WorkerProcess:
         self.is_closed = True
         self.channel.close()
         self._wait_for_end(grace_s)
-        try:
-            # Before its status is collected, so that the process group's number cannot belong to anyone else.
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        os.close(self._lifeline)  # the kernel kills the worker's group, the supervisor whatever else there is
+        if self._wait_for_end(_END_TIMEOUT_S) is None:
+            self._process.kill()  # the worker has asked the kernel to be killed with it
         self._process.wait()
-        os.close(self._lifeline)
 
     def _wait_for_end(self, timeout_s: float) -> os.waitid_result | None:
         """How the process ended, its status left to be collected; None when it still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
-            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None or time.monotonic() >= deadline:
                 return ended
             time.sleep(0.005)

@@ -47,6 +47,13 @@ def build_functions(functions: list[Any]) -> list[NamedScorer]:
     return [NamedScorer(f.name or f.type, _module(f.type).build(f)) for f in functions]
 
 
+def describe_function(options: Any) -> str:
+    """What messages call a function: "reward function 'file.py:name'", or "reward 'name' (type numeric)"."""
+    if options.type == "function":
+        return f"reward function {options.path!r}"
+    return f"reward {options.name or options.type!r} (type {options.type})"
+
+
 def explain(reward_type: str) -> str:
     """What a reward type does and which options it has, for a person.
 

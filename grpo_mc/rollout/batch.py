@@ -103,6 +103,7 @@ class Batch:
         self.tokens = np.zeros((total, params.max_new_tokens), np.int64)
         self.logprobs = np.zeros((total, params.max_new_tokens), np.float32)
         self.reasons = [FinishReason.ABORTED] * total
+        self.num_ended = 0
         self.cache = engine.new_cache(self._cache_blocks())
         longest = max((part.prompt_length for part in self.waiting), default=0) + params.max_new_tokens
         self.width = max(1, self.cache.blocks_for(longest))
@@ -132,10 +133,13 @@ class Batch:
         """Whether any response is not finished."""
         return bool(self.waiting) or len(self.rows) > 0
 
-    def step(self) -> int:
-        """A prefill if a group can join, else one token for every row, else padding. Returns the new tokens."""
+    def step(self) -> None:
+        """A prefill if a group can join, else one token for every row, else padding."""
         joining = self._admit()
-        return self._prefill(joining) if joining else self._decode()
+        if joining:
+            self._prefill(joining)
+        else:
+            self._decode()
 
     def responses(self) -> list[Response]:
         """All responses, in the order of the requests and their samples."""
@@ -162,7 +166,7 @@ class Batch:
             rows, tokens = rows + count, tokens + part.prompt_length
         return joining
 
-    def _prefill(self, joining: list[tuple[Part, list[Sequence]]]) -> int:
+    def _prefill(self, joining: list[tuple[Part, list[Sequence]]]) -> None:
         device, start = self.engine.mesh.device, 0
         blocks, slots, positions, last = [], [], [], []
         for part, sequences in joining:
@@ -195,7 +199,6 @@ class Batch:
                 self.cache.copy_block(sequences[0].own[0], [sequence.own[0] for sequence in sequences[1:]])
         self.rows = self.rows.joined(self._without_ended(rows))
         self.tables_are_old = True
-        return len(rows)
 
     def _new_rows(self, joining: list[tuple[Part, list[Sequence]]]) -> Rows:
         sequences = [sequence for _, of_part in joining for sequence in of_part]
@@ -206,7 +209,7 @@ class Batch:
         lengths = np.repeat([part.prompt_length for part, _ in joining], [len(part.responses) for part, _ in joining])
         return Rows(responses, lengths, np.zeros_like(responses), np.zeros_like(responses), tables, sequences)
 
-    def _decode(self) -> int:
+    def _decode(self) -> None:
         rows, size = self.rows, self.cache.block_size
         if self.tables_are_old:
             self.tables = self._pad(torch.from_numpy(rows.tables))
@@ -225,7 +228,6 @@ class Batch:
         )
         self._draw(self._pad(torch.from_numpy(rows.tokens)), layout, rows, np.arange(len(rows)))
         self.rows = self._without_ended(rows)
-        return len(rows)
 
     def _draw(self, tokens: Tensor, layout: AttentionLayout, rows: Rows, scored: IntArray) -> None:
         """Feeds tokens [T] and samples the next token of each row, from the logits of scored row `scored` [B]."""
@@ -246,6 +248,7 @@ class Batch:
             self.reasons[response] = FinishReason.FINISHED if finished[at] else FinishReason.TRUNCATED
             self.counts[response] = rows.counts[at]
             self.cache.release(rows.sequences[at])
+        self.num_ended += int(ended.sum())
         self.tables_are_old = True
         return rows.kept(~ended)
 

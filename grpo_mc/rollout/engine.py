@@ -43,14 +43,14 @@ class RolloutEngine(Protocol):
     """An engine, as the rollout module sees it."""
 
     def generate(
-        self, requests: list[Request], params: SamplingParams, on_tokens: Callable[[int], None] | None = None
+        self, requests: list[Request], params: SamplingParams, on_ended: Callable[[int], None] | None = None
     ) -> list[Response]:
         """Samples every request to its end.
 
         Args:
             requests: Prompts with the samples wanted; none is legal.
             params: How tokens are drawn and when responses end.
-            on_tokens: Called with the number of new tokens after each step (a progress display).
+            on_ended: Called with the number of responses that have ended, each time it has grown (a progress display).
 
         Returns:
             All responses, in the order of the requests and their samples.

@@ -77,13 +77,13 @@ class NativeEngine:
 
     @torch.inference_mode()
     def generate(
-        self, requests: list[Request], params: SamplingParams, on_tokens: Callable[[int], None] | None = None
+        self, requests: list[Request], params: SamplingParams, on_ended: Callable[[int], None] | None = None
     ) -> list[Response]:
         """Samples every request to its end.
 
         Args:
             requests: Prompts; a request with more samples than max_batch_rows is prefilled more than once.
-            on_tokens: Called with the number of new tokens after each step (a progress display).
+            on_ended: Called with the number of responses that have ended, each time it has grown (a progress display).
 
         Returns:
             All responses, in the order of the requests and their samples.
@@ -96,9 +96,10 @@ class NativeEngine:
         batch = Batch(self, requests, params)
         with self._sampling_mode():
             while self._any_rank_has_work(batch):
-                new = batch.step()
-                if on_tokens is not None and new:
-                    on_tokens(new)
+                before = batch.num_ended
+                batch.step()
+                if on_ended is not None and batch.num_ended > before:
+                    on_ended(batch.num_ended)
         return batch.responses()
 
     @contextmanager

@@ -126,6 +126,10 @@ def invert_cdf(weights: Tensor, uniform: Tensor, rows: Tensor) -> Tensor:
     return block * _BLOCK + torch.minimum(within, last)
 
 
+class NonFiniteLogits(ValueError):
+    """The weights give no distribution to sample from."""
+
+
 def sample(
     logits: Tensor, uniform: Tensor, params: SamplingParams, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -140,7 +144,7 @@ def sample(
         tokens [B] int64 and log-probs [B] float32 under the tempered, unrestricted distribution.
 
     Raises:
-        ValueError: A row of logits holds NaN or +inf.
+        NonFiniteLogits: A row of logits holds NaN or +inf.
     """
     if rows is None:
         rows = torch.arange(len(logits), device=logits.device)
@@ -149,7 +153,7 @@ def sample(
         scaled = scaled / params.temperature
     probs = torch.softmax(scaled, dim=-1)
     if not torch.isfinite(probs[:, 0]).all():
-        raise ValueError("sample: logits hold NaN or +inf; the weights have diverged (lower optimizer.lr)")
+        raise NonFiniteLogits("sample: logits hold NaN or +inf")
     if params.temperature == 0.0:
         tokens = scaled.argmax(-1)[rows]
     else:

@@ -39,7 +39,11 @@ class RecordingSink:
     groups: list[list[Any]] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     stages: list[str] = field(default_factory=list)
+    parts_done: list[tuple[int, int]] = field(default_factory=list)
     on_stage: Any = None
+
+    def recorded_steps(self) -> int:
+        return 0
 
     def resume(self, step: int) -> None:
         self.messages.append(f"resumed after {step}")
@@ -48,6 +52,9 @@ class RecordingSink:
         self.stages.append(name)
         if self.on_stage is not None:
             self.on_stage(name, len(self.metrics))
+
+    def progress(self, done: int, total: int) -> None:
+        self.parts_done.append((done, total))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.append({"step": step, **metrics})

@@ -38,6 +38,11 @@ def test_json_rows_and_comparison(capsys: pytest.CaptureFixture[str], tmp_path: 
     bench.run("group_advantages", compare=earlier, rounds=1)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all("before: " in line for line in lines)
+    assert all("x faster than " in line or "x slower than " in line for line in lines)
+
+
+def test_the_ratio_in_words_says_which_way_it_goes() -> None:
+    assert [bench.speed_text(ratio) for ratio in (4.05, 1.0, 0.8)] == ["4.05x faster", "1.00x faster", "1.25x slower"]
 
 
 def test_user_mistakes(tmp_path: Path) -> None:

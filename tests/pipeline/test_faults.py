@@ -106,6 +106,21 @@ def fresh(model: Path, run_dir: Path, *overrides: str) -> list[str | Path]:
     return [SMOKE, f"model.path={model}", f"run.dir={run_dir}", *BASE, "run.steps=100000", *overrides]
 
 
+def test_a_second_launch_into_one_run_directory_ends_and_the_first_goes_on(
+    launch: Callable[..., Launch], model: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    first = launch(run_dir, *fresh(model, run_dir))
+    first.wait_for_step(1)
+    second = launch(run_dir, "--resume", run_dir)
+    assert second.wait() != 0
+    assert second.leftovers() == []
+    assert f"is in use by process {first.ranks()[0].pid} on " in second.output(), second.output()
+    first.wait_for_step(first.steps_done() + 1)
+    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def test_sigterm_to_the_launcher_saves_and_a_killed_rank_ends_the_resumed_run(
     launch: Callable[..., Launch], model: Path, tmp_path: Path
 ) -> None:

@@ -118,12 +118,9 @@ def test_resumed_twice(model: Path, tmp_path: Path, uninterrupted: dict[str, Any
     assert model_bytes(tmp_path) == uninterrupted["model"]
 
 
-@pytest.mark.parametrize(("steps_done", "kept"), [(1, 0), (3, 2)])
-def test_killed_without_notice_it_goes_on_from_the_last_checkpoint(
-    model: Path, tmp_path: Path, uninterrupted: dict[str, Any], steps_done: int, kept: int
-) -> None:
+def killed(model: Path, folder: Path, steps_done: int) -> Path:
     """The run directory as it is at a moment in the middle of a step is what a killed process leaves."""
-    image, source = tmp_path / "killed", tmp_path / "run"
+    image, source = folder / "killed", folder / "run"
 
     def copy(stage: str, done: int) -> None:
         if (stage, done) == ("train", steps_done):
@@ -145,13 +142,45 @@ def test_killed_without_notice_it_goes_on_from_the_last_checkpoint(
     config = tiny_config(model, source, *OVERRIDES)
     with own_environment(), Copying(source, config) as monitor:
         train(config, resume_dir=None, sink=monitor)
-    assert [line["step"] for line in read_lines(image / "metrics.jsonl")] == list(range(1, steps_done + 1))
+    return image
+
+
+@pytest.mark.parametrize("steps_done", [0, 3])
+def test_killed_without_notice_it_goes_on_from_the_last_checkpoint(
+    model: Path, tmp_path: Path, uninterrupted: dict[str, Any], steps_done: int
+) -> None:
+    image = killed(model, tmp_path, steps_done)
     with open(image / "metrics.jsonl", "a") as torn:
         torn.write('{"step": 9, "rew')
     run_with_files(tiny_config(model, image, *OVERRIDES), resume=True)
     found = facts(image)
     assert found.pop("checkpoints") == (["step_2", "step_4"])
     assert found == {name: value for name, value in uninterrupted.items() if name != "checkpoints"}
+
+
+def test_a_resume_without_a_checkpoint_keeps_the_records_and_says_what_to_do(model: Path, tmp_path: Path) -> None:
+    image = killed(model, tmp_path, steps_done=1)
+    (image / "checkpoints/step_1").mkdir(parents=True)
+    before = {path: path.read_bytes() for path in image.rglob("*") if path.is_file() and path.name != "run.lock"}
+    assert {path.name for path in before} > {"metrics.jsonl", "step_00000001.parquet"}
+    with pytest.raises(ValueError) as caught:
+        run_with_files(tiny_config(model, image, *OVERRIDES), resume=True)
+    assert str(caught.value) == (
+        f"train --resume: {image} has no complete checkpoint to go on from; step_1 is ignored: COMPLETE is missing (the"
+        " save did not end). It holds 1 recorded steps, which a start from step 0 would remove; start a new run with"
+        f" another run.dir, or delete {image}"
+    )
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_the_checkpoint_just_saved_stays_beside_older_ones_of_higher_steps(model: Path, tmp_path: Path) -> None:
+    config = tiny_config(model, tmp_path, "run.steps=1", "checkpoint.keep_last=1")
+    run(config)
+    shutil.copytree(tmp_path / "checkpoints/step_1", tmp_path / "checkpoints/step_50")
+    for name in ("checkpoints/step_1", "rollouts"):
+        shutil.rmtree(tmp_path / name)
+    run(config)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_1", "step_50"]
 
 
 def test_more_steps_on_resume_go_on_along_the_longer_schedule(model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from grpo_mc.cli.program import COMMANDS, build_parser
 from helpers.processes import REPOSITORY, run_command, torchrun
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
-TEXT_BLOCKS = ("1 ranks:", "prompts ->", "config  ->")
+TEXT_BLOCKS = ("processes 1 =", "prompts ->", "config  ->")
 """How the blocks begin that are no commands: a run's output (compared below), the data flow, the layers (compared)."""
 COMMAND = re.compile(r"(?:\w+=\S+ )*(make|grpo-mc|torchrun|sbatch|pre-commit|tools/launch/\w+\.sh|\.venv/bin/python) ")
 FOLDERS = "grpo_mc|csrc|configs|benchmarks|tools|tests"
@@ -295,7 +295,7 @@ def test_the_torchrun_line_runs_and_prints_what_the_document_shows(tmp_path: Pat
     arguments = [*words[3:], f"run.dir={tmp_path / 'run'}"]
     done = torchrun(arguments, WORLD, timeout_s=400, cwd=REPOSITORY)
     assert (tmp_path / "run/report.html").is_file(), f"{line}\n{done.output[-2000:]}"
-    (shown,) = (block for _, block in blocks() if block[0].text.strip().startswith("1 ranks:"))
+    (shown,) = (block for _, block in blocks() if block[0].text.strip().startswith("processes 1 ="))
     for one in shown:
         text = re.sub(r"left \S+$", "left ", one.text.strip())
         pattern = re.sub(r"\d[\d.]*(e-?\d+)?", r"[-+.e\\d]+", re.escape(text).replace(r"\.", "."))

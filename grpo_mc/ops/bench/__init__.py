@@ -77,13 +77,18 @@ def describe(row: dict[str, Any]) -> str:
     rate = f"{row['gflops']:.1f} GFLOP/s" if "gflops" in row else f"{row['gbps']:.1f} GB/s"
     peak = "peak unknown" if row["peak_bytes"] is None else f"peak {row['peak_bytes'] / 2**20:.0f} MiB"
     line = (
-        f"{row['op']} {shape} {row['dtype']} {row['threads']} threads: {row['seconds'] * 1e3:.3f} ms, {rate}, {peak}, "
-        f"error {row['rel_error']:.1e}; {row['baseline_name']} {row['baseline_seconds'] * 1e3:.3f} ms, "
-        f"ratio {row['ratio']:.2f}"
+        f"{row['op']} {shape} {row['dtype']} threads={row['threads']}: {row['seconds'] * 1e3:.3f} ms, {rate}, {peak}, "
+        f"error {row['rel_error']:.1e}; {speed_text(row['ratio'])} than {row['baseline_name']} "
+        f"({row['baseline_seconds'] * 1e3:.3f} ms)"
     )
     if "seconds_before" in row:
         change = (row["seconds"] / row["seconds_before"] - 1) * 100
         line += (
-            f" (before: {row['seconds_before'] * 1e3:.3f} ms, ratio {row['ratio_before']:.2f}; time {change:+.0f} %)"
+            f" (before: {row['seconds_before'] * 1e3:.3f} ms, {speed_text(row['ratio_before'])}; time {change:+.0f} %)"
         )
     return line
+
+
+def speed_text(ratio: float) -> str:
+    """The ratio baseline / ours in words: "4.05x faster", "1.25x slower"."""
+    return f"{ratio:.2f}x faster" if ratio >= 1 else f"{1 / ratio:.2f}x slower"

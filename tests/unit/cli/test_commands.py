@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +62,56 @@ def test_train_monitors_and_writes_the_report(project: Path, monkeypatch: pytest
     assert main(["train", "c.yaml", "run.steps=3"]) == 0
     out = capsys.readouterr().out
     assert "step 3/3  reward 0.3" in out
-    assert "step 0: accuracy 0.25 \u00b1 0.1\nstep 3: accuracy 0.5 \u00b1 0.1\n" in out
+    for line in (
+        "evaluation at step 0: accuracy 0.25 +- 0.1 (n = 20)",
+        "evaluation at step 3: accuracy 0.5 +- 0.1 (n = 20)",
+    ):
+        assert out.count(line) == 1, "each result once"
+    assert out.count("accuracy") == 2
     assert out.endswith(f"report: {project}/runs/demo/report.html\n")
     assert (project / "runs/demo/report.html").exists()
+
+
+def test_a_quiet_run_prints_its_evaluations_at_the_end(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(calls, "train", fake_train())
+    assert main(["train", "c.yaml", "monitor.progress=false"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation at step 0: accuracy 0.25 +- 0.1 (n = 20)",
+        "evaluation at step 3: accuracy 0.5 +- 0.1 (n = 20)",
+        f"report: {project}/runs/demo/report.html",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        ([], "interrupted before the first step: nothing was saved, start again with the same command"),
+        (["metrics.jsonl"], "interrupted, and no step is saved; start again with another run.dir, or delete {run_dir}"),
+        (
+            ["metrics.jsonl", "checkpoints/step_1/x"],
+            "interrupted; go on from the last saved step with `grpo-mc train --resume {run_dir}`",
+        ),
+    ],
+)
+def test_ctrl_c_at_once_says_what_is_left(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, made: list[str], text: str
+) -> None:
+    """A stop during the set-up said `grpo-mc: interrupted` and left a folder without config.yaml."""
+
+    def train(config: Any, *, resume_dir: Path | None, sink: Any) -> None:
+        for name in made:
+            (Path(config.run.dir) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(config.run.dir) / name).write_text('{"step": 1}\n')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calls, "train", train)
+    assert main(["train", "c.yaml"]) == 130
+    assert capsys.readouterr().err == f"grpo-mc: {text.format(run_dir=project / 'runs/demo')}\n"
+    if not made:
+        monkeypatch.setattr(calls, "train", fake_train())
+        assert main(["train", "c.yaml"]) == 0, "the same command starts again"
 
 
 def test_train_does_not_mix_two_runs(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -71,6 +120,23 @@ def test_train_does_not_mix_two_runs(project: Path, monkeypatch: pytest.MonkeyPa
     capsys.readouterr()
     assert main(["train", "c.yaml"]) == 2
     assert "already holds 3 steps of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["c.yaml"], ["--resume", "runs/demo"]])
+def test_a_second_process_in_one_run_directory_stops_at_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str]
+) -> None:
+    from grpo_mc.monitor import RunMonitor
+
+    monkeypatch.setattr(calls, "train", lambda *args, **options: pytest.fail("training started"))
+    config = calls.load_config(project / "c.yaml", [])
+    with RunMonitor(config.run.dir, config):
+        (project / "runs/demo/config.yaml").write_text(CONFIG)
+        assert main(["train", *arguments]) == 2
+        error = capsys.readouterr().err
+    assert error.startswith(f"grpo-mc: error: train: run.dir {project}/runs/demo is in use by process {os.getpid()} on")
+    assert "another run.dir" in error and error.count("\n") == 1
+    assert sorted(p.name for p in (project / "runs/demo").iterdir()) == ["config.yaml", "run.lock"]
 
 
 def test_resume_takes_the_runs_own_config_and_the_overrides(
@@ -115,7 +181,7 @@ def test_a_failure_in_training_leaves_the_metrics_and_no_report(
     monkeypatch.setattr(calls, "train", train)
     assert main(["train", "c.yaml"]) == 2
     assert "grpo-mc: error: train: the reward function 'mine' is gone" in capsys.readouterr().err
-    assert [p.name for p in (project / "runs/demo").iterdir()] == ["metrics.jsonl"]
+    assert sorted(p.name for p in (project / "runs/demo").iterdir()) == ["metrics.jsonl", "run.lock"]
 
 
 def test_the_number_of_processes_is_checked_but_not_written_down(
@@ -138,10 +204,11 @@ def test_dry_run_explains_and_stops(project: Path, monkeypatch: pytest.MonkeyPat
     assert main(["train", "c.yaml", "algorithm.beta=0.04", "--dry-run"]) == 0
     out = capsys.readouterr().out
     parts = [line[3:] for line in out.splitlines() if line.startswith("== ")]
-    assert parts == ["configuration", "objective", "mesh", "memory on the fullest rank (estimate)", "one scored reward"]
+    memory = "memory on the fullest rank (estimate)"
+    assert parts == ["configuration", "objective", "mesh", memory, "prompts", "one scored reward"]
     for text in ("beta: 0.04", "A_i = ", "processes 1 = tp 1 x pp 1 x cp 1 x dp 1", "2 groups x 4 = 8 rollouts",
-                 "M parameters", "reference          0.00", "prompt   '1 + 1 ='", "response '2'",
-                 "reward 1"):  # fmt: skip
+                 "training: 1 of 1 records", "M parameters", "reference          0.00", "prompt   '1 + 1 ='",
+                 "response '2'", "reward 1"):  # fmt: skip
         assert text in out, text
     assert not (project / "runs").exists()
 
@@ -152,19 +219,49 @@ def test_dry_run_refuses_a_layout_that_does_not_fit_the_model(project: Path, cap
     assert "num_heads is 4, not a multiple; tp may be 1, 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.max_new_tokens=512"], "rollout.max_new_tokens is 512 but the model has 512 positions"),
+        (
+            ["rollout.max_new_tokens=509"],
+            "no prompt is left: 1 records read.*as longer than 3 tokens .the model's 512 positions",
+        ),
+        (["evaluation.max_new_tokens=509"], "1 of 1 held-out prompts are longer than the 3 tokens.*512 positions"),
+    ],
+)
+def test_dry_run_refuses_prompts_that_leave_no_room_for_a_response(
+    project: Path, capsys: Any, overrides: list[str], message: str
+) -> None:
+    build_tiny_model(project / "tiny")
+    held_out = "evaluation.source={kind: jsonl, path: train.jsonl, chat: false}"
+    sizes = ["rollout.group_size=2", "data.max_prompt_tokens=8", "parallel.max_tokens_per_micro_batch=4096"]
+    assert main(["train", "c.yaml", held_out, *sizes, *overrides, "--dry-run"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_eval_of_a_run_measures_its_trained_model(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     run_dir = project / "run"
     (run_dir / calls.EXPORT_DIR).mkdir(parents=True)
     (run_dir / "config.yaml").write_text(CONFIG.replace("train.jsonl", str(project / "train.jsonl")))
     seen: list[Any] = []
-    figures = {"step": 3, "accuracy": 0.5, "stderr": 0.05, "n": 100, "pass@4": 0.75}
-    monkeypatch.setattr(calls, "evaluate", lambda config: seen.append(config) or figures)
+    figures = {"accuracy": 0.5, "accuracy_error": 0.0497519, "stderr": 0.0502519, "reward_mean": 0.25,
+               "reward_stderr": 0.0123456, "n": 100, "pass@4": 0.75}  # fmt: skip
+
+    def evaluate(config: Any, *, on_progress: Any) -> dict[str, Any]:
+        seen.append(config)
+        on_progress(100, 100)
+        return figures
+
+    monkeypatch.setattr(calls, "evaluate", evaluate)
     source = "evaluation.source={kind: jsonl, path: train.jsonl, chat: false}"
     assert main(["eval", str(run_dir), source]) == 0
     assert seen[0].model.path == str(run_dir / calls.EXPORT_DIR)
-    out = capsys.readouterr().out
-    assert out.startswith("evaluation at step 3: accuracy 0.5 +- 0.05 (n = 100)\n")
-    assert "pass@4                   0.75" in out
+    assert capsys.readouterr().out.splitlines() == [
+        "accuracy 0.5 +- 0.0498 (n = 100)",
+        "  reward_mean      0.25 +- 0.0123",
+        "  pass@4           0.75",
+    ]
     assert main(["eval", "--json", str(run_dir), source]) == 0
     assert json.loads(capsys.readouterr().out) == figures
 
@@ -186,7 +283,7 @@ def test_generate_passes_every_option_on(project: Path, monkeypatch: pytest.Monk
 
     def generate(model: str, prompts: list[str], **options: Any) -> list[Any]:
         seen.update(model=model, prompts=prompts, **options)
-        return [rollout]
+        return [rollout, rollout] if len(prompts) > 1 else [rollout]
 
     monkeypatch.setattr(calls, "generate", generate)
     (project / "p.txt").write_text("from a file\n\n")
@@ -198,9 +295,11 @@ def test_generate_passes_every_option_on(project: Path, monkeypatch: pytest.Monk
         "model": "m", "prompts": ["a\nb", "from a file"], "chat": True, "system_prompt": "s", "num_samples": 2,
         "max_new_tokens": 9, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "stop": ["X"], "seed": 7, "dtype": "bf16",
     }  # fmt: skip
-    assert capsys.readouterr().out == "--- prompt 0, sample 1 (finished)\na\nb>>> c\n"
+    assert capsys.readouterr().out == "=== prompt 1, sample 2 (finished)\n c\n" * 2
     assert main([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["response"] == " c"
+    assert [json.loads(line)["response"] for line in capsys.readouterr().out.splitlines()] == [" c", " c"]
+    assert main(["generate", "m", "--prompt", "a"]) == 0
+    assert capsys.readouterr().out == " c\n", "one response is the whole output"
 
 
 def test_convert_and_check_pass_their_arguments_on(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -236,7 +335,7 @@ def test_rewards_score_end_to_end(project: Path, capsys: Any) -> None:
     )
     assert main(["rewards", "score", "r.jsonl", "--reward", "numeric"]) == 0
     out = capsys.readouterr().out
-    assert "2 responses in 1 groups, 2 scored" in out
+    assert "2 responses in 1 group, 2 scored" in out
     assert "numeric          mean 0.5" in out
     assert main(["rewards", "score", "r.jsonl", "--config", "c.yaml", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

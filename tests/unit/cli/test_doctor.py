@@ -67,6 +67,34 @@ def test_operators_that_do_not_load_are_a_failure_with_advice(monkeypatch: pytes
     assert "build" in check.advice
 
 
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({}, "(2 threads of 4 cores), not built for CUDA"),
+        ({"threads": 1, "cpus": 1}, "(1 thread of 1 core), not built for CUDA"),
+        ({"cuda_library": True}, "built for CUDA, but no CUDA device is usable"),
+        ({"cuda_library": True, "devices": ["cpu", "cuda"]}, "built for CUDA"),
+    ],
+)
+def test_operators_are_described_in_words(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], end: str) -> None:
+    info = {"version": "0.1", "built_torch": "2.13.0", "torch": "2.13.0", "devices": ["cpu"], "cuda_library": False,
+            "cpu_isa": "avx2", "threads": 2, "cpus": 4, **changes}  # fmt: skip
+    monkeypatch.setattr(calls, "operators_info", lambda: info)
+    check = doctor_checks.check_operators()
+    assert check.detail.startswith("version 0.1, built with torch 2.13.0, avx2 code on the CPU")
+    assert check.detail.endswith(end)
+
+
+def test_what_the_operators_say_here_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "built with torch" in doctor_checks.operators_text(calls.operators_info())
+
+
+def test_no_package_is_named_that_nothing_uses() -> None:
+    """vllm, transformer-engine and flash-attn were offered as extras and looked for by doctor."""
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras) == {"tensorboard", "wandb", "bench", "dev"}
+
+
 def test_too_many_threads_for_the_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
     assert doctor_checks.check_processor().status == "warn"
@@ -125,7 +153,7 @@ def test_the_command_fails_only_on_failures(monkeypatch: pytest.MonkeyPatch, cap
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "WARN b                     slow\n" in out and "-> do this" in out
-    assert out.endswith("0 failed, 1 warnings\n")
+    assert out.endswith("0 failed, 1 warning\n")
     checks.append(Check("c", "fail", "broken", "mend it"))
     assert main(["doctor", "--json"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

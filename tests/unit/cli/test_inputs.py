@@ -52,3 +52,8 @@ def test_a_mistake_in_a_reward_is_named(text: str, message: str) -> None:
     """H25 on the command line."""
     with pytest.raises(ValueError, match=message):
         parse_rewards([text])
+
+
+def test_an_override_longer_than_any_file_name_is_an_override() -> None:
+    override = "run.seed=" + "1" * 5000
+    assert split_config_and_overrides(["a.yaml", override], needs_config=True) == (Path("a.yaml"), [override])

@@ -137,6 +137,62 @@ def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyP
         main(["trial"])
 
 
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("arguments", ["rewards list", "report none_such", "--version"])
+def test_closed_standard_streams_change_no_exit_status(closed: str, arguments: str) -> None:
+    """sys.stderr and sys.stdout are None then, which nothing can print to."""
+    command = f"{sys.executable} -m grpo_mc {arguments} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == (2 if "none_such" in arguments else 0), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_that_nobody_can_read_keeps_its_status() -> None:
+    command = f"({sys.executable} -m grpo_mc report none_such 2>&3; echo $? >&4) 3>&1 4>&2 | true"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.stderr == "2\n"
+
+
+def test_control_characters_of_an_error_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def run(_: Any) -> int:
+        raise ValueError("a\x1b[31m b\0 \x9b \ud800")
+
+    install_command(monkeypatch, run)
+    assert main(["trial"]) == 2
+    assert r"a\x1b[31m b\x00 \x9b \ud800" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes. Error code 12"),
+         "4000 bytes"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"),
+         "2.00 GiB"),
+        (MemoryError(), None),
+    ],
+)  # fmt: skip
+def test_out_of_memory_is_one_line_that_says_what_to_change(
+    error: BaseException, asked: str | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def run(_: Any) -> int:
+        raise error
+
+    install_command(monkeypatch, run)
+    assert main(["trial"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("grpo-mc: error: out of memory") and err.count("\n") == 1
+    assert "parallel.max_tokens_per_micro_batch" in err and (asked is None or asked in err)
+
+
+def test_torchs_own_allocator_error_is_known() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 58, dtype=torch.uint8)
+    assert is_users_mistake(caught.value)
+    assert "288230376151711744 bytes more were asked for" in describe(caught.value)
+
+
 def test_an_interrupt_is_status_130_without_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def run(_: Any) -> int:
         raise KeyboardInterrupt

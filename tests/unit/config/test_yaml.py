@@ -17,6 +17,27 @@ from grpo_mc.config.strict_yaml import parse_yaml, scalar
 Refusal = Callable[..., str]
 
 
+@pytest.mark.parametrize("depth", [60, 100_000])
+def test_deeply_nested_yaml_is_one_clear_error(depth: int) -> None:
+    """A RecursionError from the YAML library, or later from what copies the value."""
+    with pytest.raises(ConfigError, match="f.yaml.*nested deeper than 50 levels"):
+        parse_yaml("a: " + "[" * depth + "]" * depth, "f.yaml", Path())
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "0x" + "f" * 5000, "0." + "1" * 5000])
+def test_a_number_of_thousands_of_digits_is_refused_in_a_short_message(text: str) -> None:
+    with pytest.raises(ConfigError, match="run.seed=.*too long") as error:
+        load_config_text("model: {path: none}\nrun: {dir: none, steps: 0}\n", [f"run.seed={text}"])
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("override", ["x" * 5000, "run.seed=" + "a" * 5000, "run." + "b" * 5000 + "=1", "run.\u00b2=1"])
+def test_long_overrides_are_not_echoed_whole(override: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config_text("model: {path: none}\nrun: {dir: none, steps: 0}\n", [override])
+    assert len(str(error.value)) < 600
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -113,6 +113,20 @@ def test_content_of_text_parts_is_joined():
         ({"a": 1}, {"template": "{}"}, r"no plain field name"),
         ({"a": 1}, {"template": "{a"}, r"expected '}'"),
         ({"a": "x"}, {"template": "{a:d}"}, r"template '\{a:d\}' over p.jsonl line 5"),
+        (
+            {"prompt": "a\ud800b"},
+            {},
+            r"line 5: field 'prompt' is 'a.ud800b'; character 1 is '.ud800', half of a surrogate",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "a\udfff"}]},
+            {},
+            r"field 'prompt' .*character 1 of a text of message 0",
+        ),
+        ({"prompt": [{"role": "a\udfff", "content": "a"}]}, {}, r"field 'prompt' .*of message 0"),
+        ({"a": "\ud800"}, {"template": "x {a}"}, r"line 5: field 'a' .*surrogate"),
+        ({"a": "b"}, {"template": "\ud800 {a}"}, r"template '.ud800 \{a\}': UTF-8"),
+        ({"prompt": "a"}, {"system_prompt": "\ud800"}, r"system_prompt is '.ud800'; UTF-8"),
         ({"prompt": "x" * 200, "reward_model": 1}, {"chat": False, "template": "{reward_models}"}, r"is missing"),
     ],
 )

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_mc.config.data import HfSource, JsonlSource, ParquetSource, ReasoningGymSource
+from grpo_mc.data.source_jsonl import read_jsonl
 from grpo_mc.data.sources import read_records
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": None}]
@@ -64,6 +65,15 @@ def test_bad_lines_are_named(tmp_path, content, message):
     (tmp_path / "p.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_records(jsonl(tmp_path / "p.jsonl"))
+
+
+def test_deeply_nested_json_is_one_clear_error(tmp_path):
+    """A RecursionError from the JSON reader, or later from what copies the value."""
+    for depth in (150, 100_000):
+        path = tmp_path / "deep.jsonl"
+        path.write_text('{"prompt": "a"}\n{"prompt": ' + "[" * depth + "]" * depth + "}\n")
+        with pytest.raises(ValueError, match="deep.jsonl line 2: not valid JSON .*nested deeper than 100 levels"):
+            list(read_jsonl(str(path)))
 
 
 def test_limit_does_not_read_on(tmp_path):

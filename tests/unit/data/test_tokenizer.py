@@ -97,6 +97,12 @@ def test_chat_mistakes_are_refused(make_tokenizer):
         hostile.render_chat(HELLO)
 
 
+def test_text_that_utf8_cannot_hold_is_refused(make_tokenizer):
+    """The library's own complaint was "TextInputSequence must be str"."""
+    with pytest.raises(ValueError, match=r"character 1 of the text is '.ud800'"):
+        make_tokenizer().encode("a\ud800b")
+
+
 def test_template_from_its_own_file_and_by_name(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer(config={"chat_template": [{"name": "default", "template": "D"}]}, template=None)
     assert tokenizer.render_chat(HELLO) == "D"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ def gguf_file(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def test_gguf_is_converted_once_and_found_again(
-    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path]
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Path], caplog: Any
 ) -> None:
-    first = open_checkpoint(gguf_file, tmp_path / "cache")
+    with caplog.at_level("INFO", checkpoint_cache.__name__):
+        first = open_checkpoint(gguf_file, tmp_path / "cache")
+    assert caplog.messages == [f"importing tiny.gguf (once; kept in {tmp_path / 'cache' / 'models'})"]
     original = open_checkpoint(tiny_model("llama"))
     assert all(torch.equal(first.tensor(name), original.tensor(name)) for name in original.names())
 

@@ -96,6 +96,16 @@ def test_truncated_file_is_noticed_before_any_tensor_is_read(folder: Path, keep:
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}',
+        b'{"a": ' + b"[" * 100_000,
+        # Two tensors over the same bytes; half over each other; the end right but a gap before it.
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},'
+        b' "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]},'
+        b' "b": {"dtype": "BF16", "shape": [1], "data_offsets": [1, 3]},'
+        b' "c": {"dtype": "F16", "shape": [1], "data_offsets": [2, 4]}}',
+        b'{"a": {"dtype": "F16", "shape": [1], "data_offsets": [2, 4]}}',
     ],
 )
 def test_damaged_header_is_one_clear_error(folder: Path, header: bytes) -> None:
@@ -103,6 +113,19 @@ def test_damaged_header_is_one_clear_error(folder: Path, header: bytes) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0\0\0")
     text = message(folder)
     assert str(path) in text and "download or copy the file again" in text
+
+
+def test_tensors_in_any_order_and_empty_ones_fill_a_file(tmp_path: Path) -> None:
+    header = (
+        b'{"b": {"dtype": "F16", "shape": [1], "data_offsets": [2, 4]},'
+        b' "none": {"dtype": "F32", "shape": [0, 3], "data_offsets": [2, 2]},'
+        b' "a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}'
+    )
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\x3c\0\x40")
+    entries = read_header(path)
+    assert [float(read_tensor(entries[name])) for name in ("a", "b")] == [1.0, 2.0]
+    assert read_tensor(entries["none"]).shape == (0, 3)
 
 
 def test_file_that_shrinks_after_opening_is_noticed(folder: Path) -> None:

@@ -166,13 +166,47 @@ def test_unsupported_or_wrong_setting_is_refused_by_name(
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("base", [LLAMA_3, QWEN2, MIXTRAL], ids=["llama", "qwen2", "mixtral"])
+def test_no_key_of_a_wrong_type_is_more_than_one_clear_error(base: dict[str, Any]) -> None:
+    """Every key that is read, with a value of every other type: accepted, or refused with file and key."""
+    keys = {*base, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window", "rope_parameters"}
+    keys |= {"rope_scaling", "rope_theta", "hidden_act", "architectures", "auto_map", "pad_token_id", "head_dim"}
+    nested = {"rope_type": ["x"], "rope_theta": "x", "factor": []}
+    values = [5, -1, 0, 10**400, 1.5, float("inf"), float("nan"), "x", True, [], [1], ["x"], {}, {"a": 1}, nested]
+    for key in sorted(keys):
+        for value in values:
+            config = base | {key: value}
+            if base is QWEN2 and key in ("sliding_window", "max_window_layers", "layer_types"):
+                config["use_sliding_window"] = True
+            try:
+                architecture_from_dict(config, source="x/config.json")
+            except ValueError as error:
+                assert "x/config.json" in str(error) and len(str(error)) < 500, (key, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [
+        ("layer_types", 5, "a list of strings"),
+        ("layer_types", [["full_attention"]], "a list of strings"),
+        ("max_window_layers", "a", "an integer"),
+        ("sliding_window", "x", "an integer"),
+        ("rope_scaling", {"rope_type": ["linear"]}, "rope_type of default, linear"),
+        ("rope_theta", float("inf"), "a positive number"),
+    ],
+)
+def test_a_key_of_a_wrong_type_is_refused_by_name(key: str, value: object, needed: str) -> None:
+    with pytest.raises(ValueError, match=f"config.json: '{key}' is .*needed {needed}"):
+        architecture_from_dict(QWEN2 | {"use_sliding_window": True, key: value})
+
+
 def test_sliding_window_beyond_every_layer_or_the_context_is_not_in_force() -> None:
     window_from_layer_28 = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
     assert architecture_from_dict(QWEN2 | window_from_layer_28).num_layers == 24
     assert architecture_from_dict(MIXTRAL | {"sliding_window": 32768}).num_layers == 32
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]"], ids=["missing", "cut", "list"])
+@pytest.mark.parametrize("content", [None, "{", "[1]", "[" * 100_000], ids=["missing", "cut", "list", "deep"])
 def test_unreadable_config_json_is_one_clear_error(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)

@@ -33,10 +33,15 @@ def make_config() -> Any:
 
     def make(**changes: Any) -> SimpleNamespace:
         values = {"tensorboard": False, "wandb": None, "samples_per_step": 2, "progress": True, "resume": False,
-                  "steps": 40, "name": "demo", "dir": "runs/demo", **changes}  # fmt: skip
+                  "steps": 40, "name": "demo", "dir": "runs/demo", "source": None, "every": 0, "mode": "train",
+                  **changes}  # fmt: skip
         monitor = {key: values[key] for key in ("tensorboard", "wandb", "samples_per_step", "progress")}
         run = {key: values[key] for key in ("resume", "steps", "name", "dir")}
-        return SimpleNamespace(monitor=SimpleNamespace(**monitor), run=SimpleNamespace(**run))
+        return SimpleNamespace(
+            monitor=SimpleNamespace(**monitor), run=SimpleNamespace(**run),
+            pipeline=SimpleNamespace(mode=values["mode"]),
+            evaluation=SimpleNamespace(source=values["source"], every=values["every"]),
+        )  # fmt: skip
 
     return make
 

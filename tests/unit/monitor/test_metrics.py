@@ -84,6 +84,18 @@ def test_two_runs_do_not_mix_in_one_directory(run_dir: Path, make_config: Any) -
         MetricsWriter(run_dir, make_config(), rank=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [("checkpoints/step_7", "1 checkpoints"), ("rollouts/step_00000001.parquet", "1 rollout files")],
+)
+def test_what_a_run_left_without_metrics_is_not_mixed_with_another(
+    tmp_path: Path, make_config: Any, name: str, held: str
+) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"already holds {held} of a run.*another run\\.dir"):
+        MetricsWriter(tmp_path, make_config(), rank=0)
+
+
 def test_a_run_that_died_before_its_first_step_can_start_again(tmp_path: Path, make_config: Any) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "config.yaml").write_text("run: {}\n")

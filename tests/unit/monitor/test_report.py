@@ -58,7 +58,7 @@ def test_a_finished_run(run_dir: Path) -> None:
     assert path == run_dir / "report.html"
     text, _ = check(path.read_text(encoding="utf-8"))
     assert "GRPO run demo <run>" in text
-    assert "0.31 \u00b1 0.023" in text and "0.71 \u00b1 0.023" in text
+    assert "0.31 +- 0.023" in text and "0.71 +- 0.023" in text
     assert "40 of 40" in text
     for title in ("Held-out accuracy", "Reward", "Response length, tokens", "KL to the reference",
                   "Entropy, nats per token", "Clipped tokens, fraction", "Gradient norm",
@@ -68,11 +68,9 @@ def test_a_finished_run(run_dir: Path) -> None:
     assert "This report is incomplete" not in text
     assert "A_i = " in text, "the objective's formula"
     assert "task: chain_sum" in text, "the configuration"
-    assert summary_lines(read_run(run_dir)) == [
-        "step 0: accuracy 0.31 \u00b1 0.023",
-        "step 20: accuracy 0.51 \u00b1 0.023",
-        "step 40: accuracy 0.71 \u00b1 0.023",
-    ]
+    lines = [f"evaluation at step {step}: accuracy {0.31 + step / 100:g} +- 0.023 (n = 400)" for step in (0, 20, 40)]
+    assert summary_lines(read_run(run_dir)) == lines
+    assert summary_lines(read_run(run_dir), shown={0, 40}) == lines[1:2]
 
 
 def test_a_metric_without_a_chart_of_its_own_is_under_other_metrics(run_dir: Path) -> None:
@@ -80,8 +78,31 @@ def test_a_metric_without_a_chart_of_its_own_is_under_other_metrics(run_dir: Pat
         handle.write('{"step": 41, "mismatch/k3": 0.5, "a<b>": 1}\n')
     page = render(read_run(run_dir))
     check(page)
-    other = page.split("Other metrics")[1]
+    other = page.split("Other metrics")[1].split("Constant over the run")[0]
     assert "<figcaption>mismatch/k3</figcaption>" in other and "a&lt;b&gt;" in other
+
+
+def test_what_never_changes_is_a_row_of_a_small_table_and_no_chart(run_dir: Path) -> None:
+    page = render(read_run(run_dir))
+    constant = page.split("Constant over the run")[1].split("</details>")[0]
+    text = re.sub(r"<[^>]+>", " ", constant)
+    for row in ("Gradient norm +2 ", "Peak memory, GB +2.5 ", "Clipped tokens, fraction: at the lower bound +0 ",
+                "Throughput, tokens/s: training +500 "):  # fmt: skip
+        assert re.search(row, text), row
+    for title in ("Gradient norm", "Clipped tokens, fraction", "Peak memory, GB"):
+        assert f"<figcaption>{title}</figcaption>" not in page
+    for title in ("Reward", "KL to the reference", "Entropy, nats per token"):
+        assert f"<figcaption>{title}</figcaption>" in page
+
+
+def test_curves_are_named_for_people(run_dir: Path) -> None:
+    """The memory's curve was called memory/peak_bytes under the title "Peak memory, GB"."""
+    with (run_dir / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 41, "memory/peak_bytes": 3.5e9, "policy/clip_frac_low": 0.5}\n')
+    page = render(read_run(run_dir))
+    assert "<figcaption>Peak memory, GB</figcaption>" in page and "Peak memory, GB: 3.5" in page
+    assert "at the lower bound" in page
+    assert "memory/peak_bytes" not in page.split("All metrics")[0]
 
 
 def test_a_killed_run_says_what_is_missing(run_dir: Path) -> None:
@@ -152,7 +173,7 @@ def test_evaluations_of_odd_shape(run_dir: Path) -> None:
     rows = [{"step": 0, "reward_mean": 0.2, "stderr": 0.1}, {"step": 1, "other": [1, 2]}, {"step": 2, "accuracy": "x"}]
     (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     text, _ = check(render(read_run(run_dir)))
-    assert "reward_mean before training 0.2 \u00b1 0.1" in text
+    assert "reward_mean before training 0.2 +- 0.1" in text
     assert evaluation_value(rows[1]) is None and evaluation_value(rows[2]) is None
 
 

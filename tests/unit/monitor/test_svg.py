@@ -44,7 +44,7 @@ def test_ticks_of_extreme_ranges_are_few_and_inside(low: float, high: float) -> 
 @pytest.mark.parametrize(
     ("value", "spacing", "label"),
     [(0, 1, "0"), (1e-20, 0.1, "0"), (0.25, 0.05, "0.25"), (1500, 500, "1,500"), (2e6, 1e6, "2e6"),
-     (2.5e-5, 1e-5, "2.50e-5"), (1.0, 0.02, "1.00")],
+     (2.5e-5, 1e-5, "2.50e-5"), (1.0, 0.02, "1.00"), (1.0000002, 2e-7, "1.0000002")],
 )  # fmt: skip
 def test_tick_labels(value: float, spacing: float, label: str) -> None:
     assert svg.tick_label(value, spacing) == label
@@ -52,8 +52,9 @@ def test_tick_labels(value: float, spacing: float, label: str) -> None:
 
 @pytest.mark.parametrize(
     ("values", "expected"),
-    [([], (0, 1)), ([NAN, INF], (0, 1)), ([0.0, 0.0], (-0.5, 0.5)), ([2.0, 2.0, NAN], (1.8, 2.2)),
-     ([0.0, 10.0], (-0.5, 10.5))],
+    [([], (0, 1)), ([NAN, INF], (0, 1)), ([0.0, 0.0], (0, 1)), ([2.0, 2.0, NAN], (1.8, 2.2)),
+     ([0.0, 10.0], (0, 10.5)), ([1.0, 10.0], (0.55, 10.45)), ([-10.0, 10.0], (-11, 11)),
+     ([1.0, 1.0 + 1e-8], (0.9, 1.1))],
 )  # fmt: skip
 def test_range_has_air_and_is_never_empty(values: list[float], expected: tuple[float, float]) -> None:
     assert svg.padded_range(values) == pytest.approx(expected)
@@ -116,6 +117,49 @@ def test_error_bars_enlarge_the_range() -> None:
     bars = [e for e in root.iter("path") if "bar" in e.get("class", "")]
     assert len(bars) == 1, "a missing error draws no bar"
     assert "0.3 +- 0.02" in figure
+
+
+def test_error_bars_end_at_the_lowest_value_there_can_be() -> None:
+    """0 of 16 right: the axis of the accuracy reached below 0."""
+    figure = svg.line_chart("accuracy", [Series("accuracy", [(0, 0.0)], errors=[0.03])], lowest=0.0)
+    (bar,) = (e for e in parse(figure).iter("path") if "bar" in e.get("class", ""))
+    assert f" {svg.HEIGHT - svg.BOTTOM:.1f}V" in bar.get("d", ""), "from the axis up"
+    assert not [label for label in tick_texts(figure) if label.startswith("-")]
+
+
+def tick_texts(figure: str) -> list[str]:
+    return [e.text or "" for e in parse(figure).iter("text")]
+
+
+def test_all_zero_is_drawn_on_an_axis_from_0_to_1() -> None:
+    labels = tick_texts(svg.line_chart("fraction", [Series("fraction", [(1, 0.0), (2, 0.0)])]))
+    assert labels == ["0", "0.2", "0.4", "0.6", "0.8", "1.0", "1", "2"]
+
+
+def test_rounding_is_not_drawn_as_a_curve() -> None:
+    """A ratio of 1 +- 1e-7 had four ticks "1.000000"."""
+    labels = tick_texts(svg.line_chart("ratio", [Series("ratio", [(1, 1.0), (2, 1.0 + 1e-7), (9, 1.0 - 1e-7)])]))
+    assert len(set(labels)) == len(labels) and "1.00" in labels
+
+
+@pytest.mark.parametrize(
+    ("steps", "labels"),
+    [([0], ["0"]), ([0, 48], ["0", "48"]), ([0, 20, 40], ["0", "20", "40"]),
+     ([0, 1, 40], ["0", "10", "20", "30", "40"]), (list(range(0, 41)), ["0", "10", "20", "30", "40"])],
+)  # fmt: skip
+def test_few_steps_are_labelled_each(steps: list[int], labels: list[str]) -> None:
+    """One evaluation at step 0 had the ticks -1, 0 and 1."""
+    figure = svg.line_chart("accuracy", [Series("accuracy", [(float(step), 0.5) for step in steps])])
+    assert [e.text for e in parse(figure).iter("text") if e.get("text-anchor") == "middle"] == labels
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([2.0, 2.0], True), ([0.0, 0.0, 0.0], True), ([1.0, 1.0 + 1e-8], True), ([1.0, 1.001], False), ([1.0], False),
+     ([NAN, NAN], False), ([1.0, NAN], False), ([], False)],
+)  # fmt: skip
+def test_what_counts_as_constant(values: list[float], expected: bool) -> None:
+    assert svg.is_constant([(float(i), v) for i, v in enumerate(values)]) is expected
 
 
 def test_stacks_add_up() -> None:

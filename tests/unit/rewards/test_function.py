@@ -184,6 +184,8 @@ def test_verl_dict_needs_a_score(functions: Path) -> None:
         ("{file}:NUMBER", "int, not a function"),
         ("{folder}/none.py:f", "there is no file"),
         ("no_such_module.rewards:f", "No module named 'no_such_module'"),
+        (".relative:f", "'.relative' is no module's full name"),
+        ("a..b:f", "'a..b' is no module's full name"),
     ],
 )
 def test_a_function_that_does_not_exist_is_one_clear_error(functions: Path, path: str, message: str) -> None:

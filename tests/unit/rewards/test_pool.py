@@ -36,6 +36,19 @@ def obey(prompts, completions, **columns):
         os._exit(3)
     if text == "print":
         print("printed by a reward function")
+    if text == "real-time signal":
+        os.kill(os.getpid(), 35)
+    if text.startswith("daemon"):
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        # One whose parent has ended, too: no chain of parents leads from it to this process any more.
+        subprocess.run(["sh", "-c", "setsid sleep 1000 & "])
+    if text.endswith("then sleep"):
+        time.sleep(1000)
+    if text.endswith("then exit"):
+        time.sleep(1.5)
+        os._exit(3)
+    if text == "escape":
+        raise RuntimeError("a\\x1b[31mred\\0\\x9b b")
     if text == "child":
         subprocess.Popen(["sleep", "1000"])
     return [float(len(text))]
@@ -149,7 +162,9 @@ def test_a_timeout_of_one_function_leaves_the_others_their_scores(module: Path) 
     assert [r.reward for r in group.rollouts] == [0.0, 0.0, 3.0]
 
 
-@pytest.mark.parametrize(("text", "how"), [("die", "SIGKILL"), ("exit", "status 3")])
+@pytest.mark.parametrize(
+    ("text", "how"), [("die", "SIGKILL"), ("exit", "status 3"), ("real-time signal", "killed by SIGRTMIN+1")]
+)
 def test_a_worker_that_dies_is_replaced(pool: RewardPool, text: str, how: str) -> None:
     group = make_group(["a", text, "bb", text])
     pool.score([group])
@@ -199,6 +214,15 @@ def test_printing_functions_do_not_write_to_standard_output(
     assert capfd.readouterr().out == ""
 
 
+def test_control_characters_of_an_exception_do_not_reach_the_reason(pool: RewardPool) -> None:
+    """A reason is shown on terminals, which would obey them."""
+    group = make_group(["escape"])
+    pool.score([group])
+    verdict = group.rollouts[0].verdicts[0]
+    assert verdict.status is CRASHED
+    assert verdict.reason.startswith(r"RuntimeError: a\x1b[31mred\x00\x9b b")
+
+
 def test_no_groups_and_no_functions_are_legal(pool: RewardPool) -> None:
     pool.score([])
     pool.score([make_group([])])
@@ -223,19 +247,50 @@ def test_close_leaves_no_process(module: Path) -> None:
         pool.score([make_group(["a"])])
 
 
+def _sleeps_below(pid: int) -> list[int]:
+    """The `sleep` processes below the supervisor of the worker `pid`, whatever their session."""
+    supervisor = psutil.Process(pid).parent()
+    assert supervisor is not None
+    return [c.pid for c in supervisor.children(recursive=True) if c.name() == "sleep"]
+
+
+def _wait_for_sleeps(pool: RewardPool, count: int, timeout_s: float = 20.0) -> list[int]:
+    deadline = time.monotonic() + timeout_s
+    found: list[int] = []
+    while len(found) < count and time.monotonic() < deadline:
+        found = [p for pid in pool.worker_pids() for p in _sleeps_below(pid)]
+        time.sleep(0.02)
+    assert len(found) == count
+    return found
+
+
+@pytest.mark.parametrize("text", ["daemon", "daemon then sleep", "daemon then exit"])
+def test_programs_in_sessions_of_their_own_do_not_outlive_the_worker(module: Path, text: str) -> None:
+    """The pool closes, a call overruns, the worker dies: in each case they were left running."""
+    with RewardPool(rewards_config({"type": "function", "path": f"{module}:obey"}, timeout_s=6.0)) as pool:
+        thread = threading.Thread(target=pool.score, args=([make_group([text])],))
+        thread.start()
+        sleeps = _wait_for_sleeps(pool, 2)
+        thread.join(60)
+        assert not thread.is_alive()
+        if text == "daemon":
+            assert all(psutil.pid_exists(p) for p in sleeps)  # a worker that goes on keeps them
+    assert _wait_until_gone(sleeps) == []
+
+
 _PARENT = """
     import sys, threading
     from helpers.rewards import make_group, rewards_config
     from grpo_mc.rewards import RewardPool
     pool = RewardPool(rewards_config({"type": "function", "path": sys.argv[1]}, workers=2, timeout_s=1000.0))
-    pool.score([make_group(["child"] * 2)])
+    pool.score([make_group(["child"] * 2 + ["daemon"])])
     threading.Thread(target=pool.score, args=([make_group(["hold the lock"])],)).start()
     print(*pool.worker_pids(), flush=True)
 """
 
 
 def test_no_worker_outlives_a_killed_parent(module: Path) -> None:
-    """One worker idle, one inside a computation that holds the interpreter lock, with children of both."""
+    """One worker idle, one inside a computation that holds the interpreter lock, with children in any session."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(_PARENT), f"{module}:obey"]
     parent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -244,13 +299,13 @@ def test_no_worker_outlives_a_killed_parent(module: Path) -> None:
         pids = [int(p) for p in parent.stdout.readline().split()]
     assert len(pids) == 2
     time.sleep(0.5)
-    tree = [c.pid for p in pids for c in psutil.Process(p).children(recursive=True)] + pids
+    tree = [c.pid for c in psutil.Process(parent.pid).children(recursive=True)]
     parent.kill()
     parent.wait()
     left = _wait_until_gone(tree)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    assert (len(tree), left) == (4, [])
+    assert (len(tree), left) == (8, [])  # 2 supervisors, 2 workers, 2 children, 2 in sessions of their own
 
 
 @pytest.mark.parametrize("path", ["no_such_module.rewards:f", "/no/such/file.py:f"])
@@ -261,14 +316,42 @@ def test_a_missing_function_is_one_value_error_at_construction(path: str) -> Non
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [("1 / 0", "ZeroDivisionError"), ("import os\nos._exit(5)", "status 5"), ("raise SystemExit(1)", "SystemExit")],
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = undefined", "NameError: name 'undefined' is not defined"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("import os\nos._exit(5)", "exited with status 5"),
+        ("import os\nos.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+        ("raise SystemExit(1)", "SystemExit: 1"),
+        ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
+        ("raise ValueError('bad\\ntable')", "ValueError: bad table"),
+    ],
 )
-def test_a_worker_that_cannot_start_raises_with_its_traceback(tmp_path: Path, code: str, message: str) -> None:
+def test_code_that_fails_when_it_is_imported_is_the_users_one_clear_error(
+    tmp_path: Path, code: str, message: str
+) -> None:
     path = tmp_path / "broken.py"
     path.write_text(code + "\n")
-    with pytest.raises(RuntimeError, match="reward worker") as error:
+    with pytest.raises(ValueError, match="reward function") as error:
         RewardPool(rewards_config({"type": "function", "path": f"{path}:f"}))
-    assert message in str(error.value)
+    text = str(error.value)
+    assert message in text and "\n" not in text
+    assert "os." in code or f"{path}:{code.count(chr(10)) + 1}" in text
+
+
+def test_a_file_that_is_not_utf8_is_the_users_one_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "latin.py"
+    path.write_bytes(b"name = '\xe9'\n")
+    with pytest.raises(ValueError, match="reward function .*SyntaxError.*utf-8"):
+        RewardPool(rewards_config({"type": "function", "path": f"{path}:f"}))
+
+
+def test_an_import_that_hangs_is_the_users_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "hanging.py"
+    path.write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr("grpo_mc.rewards.dispatch.START_TIMEOUT_S", 3.0)
+    with pytest.raises(ValueError, match="reward function .*hanging.py:f.* was not ready after 3 s"):
+        RewardPool(rewards_config({"type": "function", "path": f"{path}:f"}))
 
 
 def test_a_replacement_that_cannot_start_raises_instead_of_waiting(tmp_path: Path) -> None:
@@ -279,7 +362,7 @@ def test_a_replacement_that_cannot_start_raises_instead_of_waiting(tmp_path: Pat
     )
     path.write_text(code + "open(__file__ + '.used', 'w').close()\n")
     with RewardPool(rewards_config({"type": "function", "path": f"{path}:f"})) as pool:
-        with pytest.raises(RuntimeError, match="second start"):
+        with pytest.raises(ValueError, match="OSError: second start"):
             pool.score([make_group(["a", "b"])])
 
 
