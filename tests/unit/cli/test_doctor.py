@@ -90,9 +90,9 @@ def test_what_the_operators_say_here_is_enough(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_package_is_named_that_nothing_uses() -> None:
-    """vllm, transformer-engine and flash-attn were offered as extras and looked for by doctor."""
+    """vllm and flash-attn were offered as extras and looked for by doctor; Megatron-Core takes Transformer Engine."""
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {"tensorboard", "wandb", "bench", "dev"}
+    assert set(extras) == {"gpu", "tensorboard", "wandb", "bench", "dev"}
 
 
 def test_too_many_threads_for_the_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
