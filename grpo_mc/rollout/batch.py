@@ -20,6 +20,7 @@ from grpo_mc.megatron.layout import AttentionLayout, make_block
 from grpo_mc.rollout.engine import Request, Response
 from grpo_mc.rollout.kv_cache import Sequence
 from grpo_mc.rollout.layouts import DecodeLayout, PrefillLayout
+from grpo_mc.rollout.prefill import plan_prefill
 from grpo_mc.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -167,33 +168,27 @@ class Batch:
         return joining
 
     def _prefill(self, joining: list[tuple[Part, list[Sequence]]]) -> None:
-        device, start = self.engine.mesh.device, 0
-        blocks, slots, positions, last = [], [], [], []
-        for part, sequences in joining:
-            length = part.prompt_length
-            blocks.append(make_block(start, length, [], [], device))
-            slots.append(self.cache.slots(sequences[0].table, 0, length))
-            positions.append(torch.arange(length))
-            start += length
-            last.append(start - 1)
-        tokens = torch.from_numpy(np.concatenate([part.request.prompt_ids for part, _ in joining]))
-        pad = self._padding(start)
-        if pad:
-            blocks.append(make_block(start, pad, [], [], device))
-            slots.append(torch.zeros(pad, dtype=torch.int64))
-            positions.append(torch.arange(pad))
+        device = self.engine.mesh.device
+        plan = plan_prefill(
+            [part.request.prompt_ids for part, _ in joining], [sequences[0].table for _, sequences in joining],
+            self.cache, share=not self.engine.batch_invariant, device=device,
+        )  # fmt: skip
+        fed = len(plan.tokens)
+        pad = self._padding(fed)
         layout = PrefillLayout(
-            positions=torch.cat(positions).to(device),
-            scored_rows=torch.tensor(last, device=device),
-            blocks=tuple(blocks),
+            positions=self._pad(plan.positions),
+            scored_rows=plan.last_rows,
+            blocks=(*plan.blocks, make_block(fed, pad, [], [], device)) if pad else plan.blocks,
             cache=self.cache,
-            slots=torch.cat(slots).to(device),
+            slots=self._pad(plan.slots),
             layer_offset=self.engine.layer_offset,
             rope=self.engine.rope,
         )
         rows = self._new_rows(joining)
         sizes = [len(part.responses) for part, _ in joining]
-        self._draw(self._pad(tokens), layout, rows, np.repeat(np.arange(len(sizes)), sizes))
+        self._draw(self._pad(plan.tokens), layout, rows, np.repeat(np.arange(len(sizes)), sizes))
+        for source, targets in plan.copies:
+            self.cache.copy_tokens(source, targets)
         for part, sequences in joining:
             if part.prompt_length % self.cache.block_size:
                 self.cache.copy_block(sequences[0].own[0], [sequence.own[0] for sequence in sequences[1:]])

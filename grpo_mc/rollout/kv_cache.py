@@ -86,6 +86,12 @@ class KVCache:
         self.keys[layer].flatten(0, 1)[slots] = key
         self.values[layer].flatten(0, 1)[slots] = value
 
+    def copy_tokens(self, source: Tensor, targets: Tensor) -> None:
+        """Copies the tokens at slots `source` [n], in every layer, to each row of `targets` [m, n]."""
+        for cache in (self.keys, self.values):
+            tokens = cache.flatten(1, 2)
+            tokens[:, targets] = tokens[:, source][:, None]
+
     def copy_block(self, source: int, targets: list[int]) -> None:
         """Copies a block, in every layer, to each target."""
         if targets:
