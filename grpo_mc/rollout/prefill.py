@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from grpo_mc.data.packing import IntArray
 from grpo_mc.megatron.layout import PrefixBlock, make_block
 from grpo_mc.rollout.kv_cache import KVCache
-
-IntArray = npt.NDArray[np.int64]
 
 MIN_SHARED = 16
 """Fewer common tokens are not worth a block of their own."""

@@ -116,7 +116,7 @@ def test_the_cache_is_looked_for_at_its_nearest_parent(tmp_path: Path, monkeypat
 
 def test_a_small_disk_and_little_memory_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks, "MIN_DISK_BYTES", 1 << 62)
-    monkeypatch.setattr(doctor_checks, "memory_limit", lambda: 1_000_000)
+    monkeypatch.setattr(doctor_checks, "group_limit", lambda: 1_000_000)
     assert doctor_checks.check_disk(tmp_path).status == "warn"
     check = doctor_checks.check_memory()
     assert check.status == "warn" and "limited to 0.0 GB" in check.detail
