@@ -42,8 +42,9 @@ def check_memory(config: Config, architecture: ModelArchitecture, *, trains: boo
     kept = "weights, gradients and optimizer state" if trains else "weights"
     raise ValueError(
         f"memory: the {kept} need {per_process * processes / 1e9:,.1f} GB and {place} has "
-        f"{total / 1e9:,.1f} GB (processes here: {processes}; model {config.model.path}, model.dtype {config.model.dtype}); choose a smaller model, "
-        "or split it over more machines or devices with parallel.tp and parallel.pp (--dry-run estimates it)"
+        f"{total / 1e9:,.1f} GB (processes here: {processes}; model {config.model.path}, "
+        f"model.dtype {config.model.dtype}); choose a smaller model, or split it over more "
+        "machines or devices with parallel.tp and parallel.pp (--dry-run estimates it)"
     )
 
 
