@@ -51,6 +51,7 @@ struct RowLinear {
 };
 
 constexpr int64_t kRowLinearStretch = 768;  // entries summed before the lanes are added up
+constexpr int64_t kRowLinearGroup = 16;     // columns written at once: a cache line of every output row
 
 enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
 enum class KlKind : int { kNone, kK1, kK2, kK3 };
@@ -83,7 +84,7 @@ struct PolicyTokens {
   RowStats row_stats(const void* logits, Element dtype, int64_t n, double inv_temperature, bool with_sum_z); \
   void row_grad(const RowGrad& row, Element dtype);                                                          \
   void paged_attention_head(const PagedHead& head, Element cache);                                           \
-  void row_linear_columns(const RowLinear& p, int64_t begin, int64_t end);                                   \
+  void row_linear_columns(const RowLinear& p, float* scratch, int64_t begin, int64_t end);                   \
   PolicySums policy_loss_chunk(const PolicyTokens& tokens, Element dtype, int64_t begin, int64_t end);       \
   }
 

@@ -1,8 +1,9 @@
-// row_linear on the CPU: checks, and one kernel call per block of output columns.
+// row_linear on the CPU: checks, and one kernel call per stretch of output columns.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
@@ -29,14 +30,11 @@ Tensor row_linear(const Tensor& x, const Tensor& weight) {
   p.x_stride = rows.stride(0);
   p.weight_stride = columns.stride(0);
   p.out_stride = weight.size(0);
-  // A block of 8 weight rows stays in the L1 cache while all rows of x pass by.
-  constexpr int64_t kBlock = 8;
-  const int64_t num_columns = weight.size(0), num_blocks = (num_columns + kBlock - 1) / kBlock;
-  parallel_for(num_blocks, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * kBlock;
-      GRPO_MC_KERNEL(row_linear_columns)(p, first, std::min(first + kBlock, num_columns));
-    }
+  const int64_t num_columns = weight.size(0), num_groups = (num_columns + kRowLinearGroup - 1) / kRowLinearGroup;
+  parallel_for(num_groups, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(static_cast<size_t>(p.rows * kRowLinearGroup));
+    const int64_t last = std::min(end * kRowLinearGroup, num_columns);
+    GRPO_MC_KERNEL(row_linear_columns)(p, scratch.data(), begin * kRowLinearGroup, last);
   });
   return out;
 }

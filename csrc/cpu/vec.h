@@ -112,6 +112,19 @@ GRPO_MC_INLINE float sum8(F8 x) {
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
 
+// totals[i] = sum8 of the i-th, in the same order of additions.
+GRPO_MC_INLINE void sum8x4(F8 x0, F8 x1, F8 x2, F8 x3, float* totals) {
+#if defined(__AVX2__)
+  const auto halves = [](F8 x) { return _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1)); };
+  __m128 a = halves(x0), b = halves(x1), c = halves(x2), d = halves(x3);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  _mm_storeu_ps(totals, _mm_add_ps(_mm_add_ps(a, c), _mm_add_ps(b, d)));
+#else
+  const F8 x[] = {x0, x1, x2, x3};
+  for (int i = 0; i < 4; ++i) totals[i] = sum8(x[i]);
+#endif
+}
+
 GRPO_MC_INLINE float reduce_max8(F8 x) {
   float best = x[0];
   for (int i = 1; i < kLanes; ++i) best = x[i] > best ? x[i] : best;

@@ -10,13 +10,19 @@
 namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
-constexpr int kColumns = 4;  // with 3 rows: 12 sums, 4 weights and 1 input fill the 16 vector registers
+constexpr int kTileRows = 3, kTileColumns = 4;  // 12 sums, 4 weights and 1 input fill the 16 vector registers
+constexpr int64_t kLineFloats = 16;
 
-GRPO_MC_INLINE F8 load_part(const float* p, int64_t left) { return left >= kLanes ? load8(p) : load_tail(p, left, 0.0f); }
+// Outputs of one group of columns, row by row: the rows of `out` lie far apart, often in the same cache set, so they are
+// written once, a whole line at a time.
+struct Group {
+  float* sums;  // [rows, kRowLinearGroup]
+  int64_t first;
+};
 
-// out[r, c] (+)= x[r] . weight[c] over `length` entries, for kRows rows and kCols columns.
+// group.sums[r, c] (+)= x[r] . weight[c] over `length` entries, for kRows rows and kCols columns.
 template <int kRows, int kCols>
-GRPO_MC_INLINE void tile(const RowLinear& p, int64_t row, int64_t column, int64_t start, int64_t length) {
+GRPO_MC_INLINE void tile(const RowLinear& p, const Group& group, int64_t row, int64_t column, int64_t start, int64_t length) {
   const float* x = p.x + row * p.x_stride + start;
   const float* weight = p.weight + column * p.weight_stride + start;
   F8 sums[kRows][kCols];
@@ -32,32 +38,48 @@ GRPO_MC_INLINE void tile(const RowLinear& p, int64_t row, int64_t column, int64_
   };
   int64_t k = 0;
   for (; k + kLanes <= length; k += kLanes) step(k, [](const float* q) { return load8(q); });
-  if (k < length) step(k, [left = length - k](const float* q) { return load_part(q, left); });
-  for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kCols; ++c) {
-      float* out = p.out + (row + r) * p.out_stride + column + c;
-      *out = start == 0 ? sum8(sums[r][c]) : *out + sum8(sums[r][c]);
-    }
+  if (k < length) step(k, [left = length - k](const float* q) { return load_tail(q, left, 0.0f); });
+  for (int r = 0; r < kRows; ++r) {
+    float* out = group.sums + (row + r) * kRowLinearGroup + column - group.first;
+    float totals[kCols];
+    if constexpr (kCols == 4) sum8x4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], totals);
+    else
+      for (int c = 0; c < kCols; ++c) totals[c] = sum8(sums[r][c]);
+    for (int c = 0; c < kCols; ++c) out[c] = start == 0 ? totals[c] : out[c] + totals[c];
+  }
 }
 
-template <int kRows>
-GRPO_MC_INLINE void columns(const RowLinear& p, int64_t row, int64_t begin, int64_t end, int64_t start, int64_t length) {
-  int64_t column = begin;
-  for (; column + kColumns <= end; column += kColumns) tile<kRows, kColumns>(p, row, column, start, length);
-  for (; column < end; ++column) tile<kRows, 1>(p, row, column, start, length);
+// All rows against kCols columns. Each tile fetches its share of `next`, the weights of the following columns.
+template <int kCols>
+GRPO_MC_INLINE void columns(const RowLinear& p, const Group& group, int64_t column, int64_t start, int64_t length, const float* next) {
+  const int64_t share = length * kTileRows / std::max<int64_t>(p.rows, kTileRows) + 1;
+  int64_t row = 0, fetched = 0;
+  for (; row + kTileRows <= p.rows; row += kTileRows) {
+    for (const int64_t end = std::min(length, fetched + share); next != nullptr && fetched < end; fetched += kLineFloats)
+      for (int c = 0; c < kCols; ++c) __builtin_prefetch(next + c * p.weight_stride + fetched);
+    tile<kTileRows, kCols>(p, group, row, column, start, length);
+  }
+  for (; row < p.rows; ++row) tile<1, kCols>(p, group, row, column, start, length);
 }
 
 }  // namespace
 
-void row_linear_columns(const RowLinear& p, int64_t begin, int64_t end) {
-  if (p.depth == 0) {
-    for (int64_t row = 0; row < p.rows; ++row) std::fill(p.out + row * p.out_stride + begin, p.out + row * p.out_stride + end, 0.0f);
-  }
-  for (int64_t start = 0; start < p.depth; start += kRowLinearStretch) {
-    const int64_t length = std::min(kRowLinearStretch, p.depth - start);
-    int64_t row = 0;
-    for (; row + 3 <= p.rows; row += 3) columns<3>(p, row, begin, end, start, length);
-    for (; row < p.rows; ++row) columns<1>(p, row, begin, end, start, length);
+void row_linear_columns(const RowLinear& p, float* scratch, int64_t begin, int64_t end) {
+  for (int64_t first = begin; first < end; first += kRowLinearGroup) {
+    const Group group{scratch, first};
+    const int64_t last = std::min(first + kRowLinearGroup, end);
+    if (p.depth == 0) std::fill(scratch, scratch + p.rows * kRowLinearGroup, 0.0f);
+    for (int64_t start = 0; start < p.depth; start += kRowLinearStretch) {
+      const int64_t length = std::min(kRowLinearStretch, p.depth - start);
+      int64_t column = first;
+      for (; column + kTileColumns <= last; column += kTileColumns) {
+        const bool more = column + 2 * kTileColumns <= end;
+        columns<kTileColumns>(p, group, column, start, length, more ? p.weight + (column + kTileColumns) * p.weight_stride + start : nullptr);
+      }
+      for (; column < last; ++column) columns<1>(p, group, column, start, length, nullptr);
+    }
+    for (int64_t row = 0; row < p.rows; ++row)
+      std::copy(scratch + row * kRowLinearGroup, scratch + row * kRowLinearGroup + last - first, p.out + row * p.out_stride + first);
   }
 }
 
