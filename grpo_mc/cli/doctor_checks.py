@@ -177,8 +177,10 @@ def operators_text(info: dict[str, Any]) -> str:
 
 
 def cache_directory() -> Path:
-    """$GRPO_MC_CACHE, else ~/.cache/grpo_mc; its nearest parent that exists."""
-    path = Path(os.environ.get("GRPO_MC_CACHE") or Path.home() / ".cache" / "grpo_mc").absolute()
+    """The cache folder, or its nearest parent that exists."""
+    from grpo_mc.data.cache import cache_root
+
+    path = cache_root().absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "bench": ("grpo_mc.cli.bench", "time an operator against its reference and the library baselines"),
     "doctor": ("grpo_mc.cli.doctor", "look at machine, versions, operators, ports and process groups"),
     "report": ("grpo_mc.cli.report", "write a run's report as one HTML file"),
+    "config": ("grpo_mc.cli.config", "explain the keys of a configuration; list the named objectives"),
     "rewards": ("grpo_mc.cli.rewards", "list, explain or try reward functions without a run"),
 }
 """Command -> (module, one line of help). Listed here so that --help imports no command."""

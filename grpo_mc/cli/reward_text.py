@@ -46,21 +46,19 @@ def summary_text(groups: Sequence[Group]) -> str:
 
 
 def option_lines(reward_type: str) -> list[str]:
-    """The options of a type: name, default, what it does.
+    """The options of a type: name, values, default, what it does.
 
     Raises:
         ValueError: there is no such type.
     """
+    from grpo_mc.cli.key_text import key_lines
+
     model = next((m for m in reward_models() if _type_of(m) == reward_type), None)
     if model is None:
         known = ", ".join(_type_of(m) for m in reward_models())
         raise ValueError(f"no reward type '{reward_type}'; types are {known}")
     fields = sorted(model.model_fields.items(), key=lambda item: item[0] in COMMON_FIELDS)
-    return [
-        f"  {name}  (default {_default(field)})\n      {' '.join((field.description or '').split())}"
-        for name, field in fields
-        if name != "type"
-    ]
+    return [line for name, field in fields if name != "type" for line in key_lines(name, field)]
 
 
 def reward_models() -> list[Any]:
@@ -73,7 +71,3 @@ def reward_models() -> list[Any]:
 
 def _type_of(model: Any) -> str:
     return str(get_args(model.model_fields["type"].annotation)[0])
-
-
-def _default(field: Any) -> str:
-    return "none: it must be given" if field.is_required() else repr(field.get_default(call_default_factory=True))

@@ -17,9 +17,10 @@ _HASHED_BYTES = 8 << 20
 """Bytes at the head of a file that enter its key; a weight file's header is there."""
 
 
-def cache_root(cache_dir: str | None = None) -> Path:
-    """The folder for converted files: `cache_dir`, else $GRPO_MC_CACHE, else ~/.cache/grpo_mc."""
-    return Path(cache_dir or os.environ.get("GRPO_MC_CACHE") or Path.home() / ".cache" / "grpo_mc")
+def cache_root(cache_dir: str | Path | None = None) -> Path:
+    """The folder for converted files: `cache_dir` (`~` is the home folder), else $GRPO_MC_CACHE, else
+    ~/.cache/grpo_mc."""
+    return Path(cache_dir or os.environ.get("GRPO_MC_CACHE") or "~/.cache/grpo_mc").expanduser()
 
 
 def file_key(path: Path) -> str:

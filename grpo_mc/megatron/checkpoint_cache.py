@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_mc.data.cache import cache_root
 from grpo_mc.data.file_lock import try_lock
 from grpo_mc.megatron.gguf_checkpoint import GgufCheckpoint
 from grpo_mc.megatron.hf_export import write_hf_folder
@@ -53,17 +53,12 @@ PACKAGED_MODELS = {
 }
 
 
-def default_cache_dir() -> Path:
-    """$GRPO_MC_CACHE, else ~/.cache/grpo_mc."""
-    return Path(os.environ.get("GRPO_MC_CACHE") or Path.home() / ".cache" / "grpo_mc")
-
-
 def packaged_gguf(name: str, cache_dir: str | Path | None = None) -> Path:
     """Return the converted folder of the weights that an installed package carries; the package is not imported.
 
     Args:
         name: key of PACKAGED_MODELS.
-        cache_dir: None for default_cache_dir().
+        cache_dir: where converted models are kept, see `grpo_mc.data.cache.cache_root`.
 
     Raises:
         ValueError: unknown name, package not installed, or its file has another checksum.
@@ -130,8 +125,7 @@ def converted_gguf(path: Path, cache_dir: str | Path | None = None) -> Path:
 
 
 def _converted_folder(path: Path, sha256: str, cache_dir: str | Path | None) -> Path:
-    base = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
-    return base / "models" / f"{path.stem}-{sha256[:16]}-float32-v{_LAYOUT_VERSION}"
+    return cache_root(cache_dir) / "models" / f"{path.stem}-{sha256[:16]}-float32-v{_LAYOUT_VERSION}"
 
 
 def sha256_of(path: Path) -> str:

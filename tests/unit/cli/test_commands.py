@@ -350,6 +350,6 @@ def test_rewards_list_and_explain_agree_with_the_configuration(capsys: Any) -> N
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert {"exact", "numeric", "math", "reasoning_gym", "function"} <= set(names)
     for name in names:
-        assert any(line.startswith("  weight  (default 1.0)") for line in option_lines(name))
+        assert any(line.startswith("  weight  (number; default 1.0)") for line in option_lines(name))
     assert main(["rewards", "explain", "exact"]) == 0
-    assert "  strip  (default True)" in capsys.readouterr().out
+    assert "  strip  (true | false; default true)" in capsys.readouterr().out
