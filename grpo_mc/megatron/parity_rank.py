@@ -28,6 +28,8 @@ from grpo_mc.megatron.train_step import Policy
 from grpo_mc.megatron.weights import load_weights
 
 SCORES = "log-probs"
+TEMPERATURE = 0.8
+"""Of the policy; not 1, so that a layout that forgets it is seen."""
 
 
 @dataclass
@@ -133,5 +135,5 @@ def _build(mesh: Mesh, model_path: str | None, sequence_parallel: bool) -> tuple
         architecture = checkpoint.architecture
     model = build_model(architecture, mesh, policy_config(architecture, mesh, sequence_parallel=sequence_parallel))
     load_weights(model, weights, mesh)
-    policy = Policy(model, mesh, algorithm=AlgorithmConfig(), optimizer=OptimizerConfig(), temperature=0.8)
+    policy = Policy(model, mesh, algorithm=AlgorithmConfig(), optimizer=OptimizerConfig(), temperature=TEMPERATURE)
     return policy, Problem(architecture.vocab_size)
