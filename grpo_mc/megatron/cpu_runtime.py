@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from grpo_mc.megatron import host_collectives
 from grpo_mc.megatron.grad_accumulation import add_weight_gradient, functional_with_lookup
 
 # Imported before patching, so that no module is imported later and missed.
@@ -164,22 +165,6 @@ def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 _METHODS = {"cuda": _cuda, "type": _type}
 
 
-def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective that does nothing in place in a group of one. Gloo would copy the whole buffer onto itself."""
-
-    @functools.wraps(collective)
-    def run(output: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        alone = torch.distributed.get_world_size(kwargs.get("group")) == 1
-        if alone and output.data_ptr() == source.data_ptr() and not kwargs.get("async_op"):
-            return None
-        return collective(output, source, *args, **kwargs)
-
-    return run
-
-
-_ALL_GATHER = _unless_alone(torch.distributed.all_gather_into_tensor)
-_REDUCE_SCATTER = _unless_alone(torch.distributed.reduce_scatter_tensor)
-
 # (module, name, replacement, why): what the proxy cannot reach.
 ENTRIES: tuple[tuple[str, str, Any, str], ...] = (
     (
@@ -209,14 +194,14 @@ ENTRIES: tuple[tuple[str, str, Any, str], ...] = (
     (
         "megatron.core.distributed.param_and_grad_buffer",
         "dist_all_gather_func",
-        _ALL_GATHER,
-        "gloo copies where NCCL does nothing in place",
+        host_collectives.all_gather,
+        "gloo goes through sockets even on one host",
     ),
     (
         "megatron.core.distributed.param_and_grad_buffer",
         "dist_reduce_scatter_func",
-        _REDUCE_SCATTER,
-        "gloo copies where NCCL does nothing in place",
+        host_collectives.reduce_scatter,
+        "gloo goes through sockets even on one host",
     ),
     (
         "megatron.core.tensor_parallel.layers",

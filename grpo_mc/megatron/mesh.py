@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mc.megatron import cpu_runtime
+from grpo_mc.megatron.host_collectives import close_stages
 
 
 @dataclass(frozen=True)
@@ -175,5 +176,6 @@ def destroy_mesh() -> None:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    close_stages()
     if dist.is_initialized():
         dist.destroy_process_group()

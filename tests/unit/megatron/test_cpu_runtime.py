@@ -226,23 +226,26 @@ def test_split_sizes_become_numpy(module: str, installed: None) -> None:
     assert move(None, as_numpy=True) is None and move([1, 2], as_numpy=True) == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["dist_all_gather_func", "dist_reduce_scatter_func"])
-def test_a_lone_rank_copies_no_buffer(name: str, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries of param_and_grad_buffer: skipped in place and alone, done otherwise."""
+@pytest.mark.parametrize(
+    ("name", "of_torch"),
+    [("dist_all_gather_func", "all_gather_into_tensor"), ("dist_reduce_scatter_func", "reduce_scatter_tensor")],
+)
+def test_a_lone_rank_copies_no_buffer(
+    name: str, of_torch: str, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries of param_and_grad_buffer: nothing to do in place and alone, torch's own otherwise."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    function = getattr(param_and_grad_buffer, name)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
-    buffer = torch.arange(4.0)
-    assert function(buffer, buffer, group=None, async_op=False) is None
-    assert buffer.tolist() == [0, 1, 2, 3]
     asked: list[str] = []
-    twin = cpu_runtime._unless_alone(lambda *unused, **also: asked.append("done"))
-    twin(buffer, buffer.clone())  # not in place
-    twin(buffer, buffer, async_op=True)  # the caller waits for a handle
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    twin(buffer, buffer)
-    assert asked == ["done"] * 3
+    monkeypatch.setattr(torch.distributed, of_torch, lambda *unused, **also: asked.append("done"))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    function, buffer = getattr(param_and_grad_buffer, name), torch.arange(4.0)
+    assert function(buffer, buffer, group=None, async_op=False) is None
+    assert buffer.tolist() == [0, 1, 2, 3] and asked == []
+    function(buffer, buffer.clone(), group=None)  # not in place
+    function(buffer, buffer, group=None, async_op=True)  # the caller waits for a handle
+    assert asked == ["done"] * 2
 
 
 ONLY_BESIDE_CUDA_PACKAGES = {"te_general_gemm", "fused_weight_gradient_mlp_cuda"}

@@ -1,0 +1,218 @@
+"""Gradient reduction and parameter gathering between processes of one host, through shared memory.
+
+Gloo sends everything through sockets, which costs more than a training step of a small model: 0.8 s to scatter the
+gradients of SmolLM2-135M over two ranks and 0.7 s to gather its parameters, against 0.12 and 0.14 s here (2 cores of an
+AMD EPYC, float32). The ranks of a group that lie on one host hand their data over in chunks that stay in the cache. The
+chunks are double-buffered, so that each costs one barrier of the group, which also bounds every wait and notices a rank
+that died. A group that spans hosts, or that gets no shared memory, uses gloo.
+
+Sums are taken in the order of the ranks, so they do not depend on which rank adds them up.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+STAGE_BYTES = 16 << 20
+"""Shared memory of a group. It fits a container's usual 64 MiB, and a chunk stays in the last-level cache."""
+_TOKEN_BYTES = 16
+_ALIGNMENT = 64
+
+ProcessGroup = dist.ProcessGroup
+
+
+class Stage:
+    """The shared memory of one group, mapped by all its ranks."""
+
+    def __init__(self, group: ProcessGroup, memory: mmap.mmap) -> None:
+        """
+        Args:
+            memory: STAGE_BYTES, the same on every rank.
+        """
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        cells = 2 * self.ranks * (self.ranks - 1)
+        self.chunk_bytes = STAGE_BYTES // cells // _ALIGNMENT * _ALIGNMENT
+        """Bytes that one rank hands to one other between two barriers."""
+        whole = torch.frombuffer(memory, dtype=torch.uint8, count=cells * self.chunk_bytes)
+        self._halves = whole.view(2, self.ranks, self.ranks - 1, self.chunk_bytes)
+        self._turn = 0
+
+    def reduce_scatter(self, shards: list[Tensor]) -> None:
+        """Adds every rank's shards up: shards[rank] of this rank becomes the sum; the others keep their values.
+
+        Args:
+            shards: One [n] for each rank, contiguous, in any dtype.
+        """
+        own = shards[self.rank]
+        size = self.chunk_bytes // own.element_size()
+        for first in range(0, len(own), size):
+            half = self._next_half()
+            for other in self._others():
+                piece = shards[other][first : first + size]
+                _view(half[self.rank, self._cell(self.rank, other)], piece).copy_(piece)
+            dist.barrier(self.group)
+            piece = own[first : first + size]
+            parts = [
+                piece if rank == self.rank else _view(half[rank, self._cell(rank, self.rank)], piece)
+                for rank in range(self.ranks)
+            ]
+            total = torch.add(parts[0], parts[1], out=piece if self.ranks == 2 else None)
+            for part in parts[2:]:
+                total += part
+            if self.ranks > 2:
+                piece.copy_(total)
+
+    def all_gather(self, shards: list[Tensor]) -> None:
+        """Gives every rank all shards: shards[r] becomes what rank r has there.
+
+        Args:
+            shards: One [n] for each rank, contiguous, in any dtype.
+        """
+        own = shards[self.rank]
+        size = (self.ranks - 1) * self.chunk_bytes // own.element_size()
+        for first in range(0, len(own), size):
+            half = self._next_half()
+            piece = own[first : first + size]
+            _view(half[self.rank].flatten(), piece).copy_(piece)
+            dist.barrier(self.group)
+            for other in self._others():
+                piece = shards[other][first : first + size]
+                piece.copy_(_view(half[other].flatten(), piece))
+
+    def _next_half(self) -> Tensor:
+        """[ranks, ranks - 1, chunk_bytes] uint8 to write next. Its readers are done: they passed the barrier since."""
+        self._turn ^= 1
+        return self._halves[self._turn]
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank != self.rank]
+
+    def _cell(self, writer: int, reader: int) -> int:
+        """Which of the writer's cells the reader's data is in."""
+        return (reader - writer - 1) % self.ranks
+
+
+def _view(cell: Tensor, like: Tensor) -> Tensor:
+    """The beginning of a cell [bytes] as a tensor of the shape and dtype of `like`."""
+    return cell[: like.numel() * like.element_size()].view(like.dtype)
+
+
+def open_stage(group: ProcessGroup, folder: Path | None = None) -> Stage | None:
+    """Shared memory for a group; all its ranks call it together.
+
+    Args:
+        folder: Where the file that carries the memory is made; None = /dev/shm, or the folder for temporary files.
+
+    Returns:
+        None, on every rank, where any rank cannot map it: they are on several hosts, or there is no room.
+    """
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    path = _make_file(token, folder) if dist.get_rank(group) == 0 else None
+    try:
+        box: list[Any] = [(path, token)]
+        dist.broadcast_object_list(box, dist.get_process_group_ranks(group)[0], group=group)
+        memory = _map_file(*box[0])
+        mapped: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(mapped, memory is not None, group=group)
+    finally:
+        if path is not None:
+            os.unlink(path)  # the mappings keep the memory
+    if not all(mapped):
+        _log.info("ranks %s share no memory and talk through gloo", dist.get_process_group_ranks(group))
+        return None
+    return Stage(group, memory) if memory is not None else None
+
+
+def _make_file(token: bytes, folder: Path | None) -> str | None:
+    """A file of STAGE_BYTES that ends in the token; None where there is no room."""
+    shm = Path("/dev/shm")
+    place = folder or (shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir()))
+    try:
+        handle, path = tempfile.mkstemp(prefix="grpo_mc_stage_", dir=place)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(handle, 0, STAGE_BYTES + len(token))  # a write to a page that is not there would kill us
+        os.pwrite(handle, token, STAGE_BYTES)
+        return path
+    except OSError:
+        os.unlink(path)
+        return None
+    finally:
+        os.close(handle)
+
+
+def _map_file(path: str | None, token: bytes) -> mmap.mmap | None:
+    """The file's memory; None where there is no such file here, or another host's."""
+    if path is None:
+        return None
+    try:
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), STAGE_BYTES + len(token))
+    except (OSError, ValueError):  # ValueError: the file is shorter
+        return None
+    return memory if memory[STAGE_BYTES:] == token else None
+
+
+_stages: dict[ProcessGroup, Stage | None] = {}
+
+
+def close_stages() -> None:
+    """Forgets all shared memory; for when the process groups end."""
+    _stages.clear()
+
+
+def _stage_of(group: ProcessGroup) -> Stage | None:
+    if group not in _stages:
+        _stages[group] = open_stage(group)
+    return _stages[group]
+
+
+def reduce_scatter(
+    output: Tensor, source: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """torch.distributed.reduce_scatter_tensor; in place (output is this rank's part of source) not by gloo if it can
+    be. The other parts of source then keep their values."""
+    shards = _shards_in_place(source, output, group)
+    if async_op or shards is None or op != dist.ReduceOp.SUM:
+        return dist.reduce_scatter_tensor(output, source, op=op, group=group, async_op=async_op)
+    if len(shards) > 1:  # else there is nothing to do; gloo would copy the whole buffer onto itself
+        stage = _stage_of(group)
+        if stage is None:
+            return dist.reduce_scatter_tensor(output, source, op=op, group=group)
+        stage.reduce_scatter(shards)
+    return None
+
+
+def all_gather(output: Tensor, source: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """torch.distributed.all_gather_into_tensor; in place (source is this rank's part of output) not by gloo if it can
+    be."""
+    shards = _shards_in_place(output, source, group)
+    if async_op or shards is None:
+        return dist.all_gather_into_tensor(output, source, group=group, async_op=async_op)
+    if len(shards) > 1:
+        stage = _stage_of(group)
+        if stage is None:
+            return dist.all_gather_into_tensor(output, source, group=group)
+        stage.all_gather(shards)
+    return None
+
+
+def _shards_in_place(whole: Tensor, own: Tensor, group: Any) -> list[Tensor] | None:
+    """The ranks' equal parts of whole [ranks * n]; None when `own` [n] is not this rank's part itself."""
+    if whole.dim() != 1 or not whole.is_contiguous() or len(whole) % dist.get_world_size(group):
+        return None
+    shards = list(whole.view(dist.get_world_size(group), -1))
+    return shards if own.data_ptr() == shards[dist.get_rank(group)].data_ptr() else None
