@@ -26,6 +26,8 @@ TORCH_LIBRARY(grpo_mc, m) {
 
   m.def("row_linear(Tensor x, Tensor weight) -> Tensor");
 
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+
   m.def(
       "group_advantages(Tensor rewards, Tensor group_ids, Tensor? valid, str baseline, str scale, int ddof, float eps) "
       "-> Tensor");

@@ -85,6 +85,7 @@ struct PolicyTokens {
   void row_grad(const RowGrad& row, Element dtype);                                                          \
   void paged_attention_head(const PagedHead& head, Element cache);                                           \
   void row_linear_columns(const RowLinear& p, float* scratch, int64_t begin, int64_t end);                   \
+  void rms_norm_row(const float* x, const float* weight, float* out, int64_t width, double eps);             \
   PolicySums policy_loss_chunk(const PolicyTokens& tokens, Element dtype, int64_t begin, int64_t end);       \
   }
 

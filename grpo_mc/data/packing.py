@@ -9,8 +9,8 @@ prompt's last token predicts the first token of every response, so its row is sc
 response predicts nothing that is scored and is not fed at all. Everything follows from lengths, never from token
 values: the padding token of many models is also their end-of-sequence token.
 
-`plan_micro_batches` decides which groups share a micro-batch, on which data-parallel rank, from lengths alone, so that
-every rank computes the same plan; `pack` lays one micro-batch out. Numpy only: the trainer makes tensors of the arrays.
+Which groups share a micro-batch is decided in `micro_batches`; `pack` lays one micro-batch out. Numpy only: the trainer
+makes tensors of the arrays.
 """
 
 from __future__ import annotations
@@ -21,39 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from grpo_mc.data.micro_batches import GroupPart, MicroBatch, fed_length
 from grpo_mc.data.records import Group
 
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class GroupLengths:
-    """What the plan has to know of a group."""
-
-    prompt: int
-    """Tokens in the prompt, at least 1."""
-    responses: tuple[int, ...]
-    """Tokens in each response that is to be trained on; 0 is legal."""
-    samples: tuple[int, ...]
-    """Their positions in `group.rollouts`."""
-
-    def fed_tokens(self) -> int:
-        """Tokens that the whole group feeds to the model."""
-        return self.prompt + sum(fed_length(length) for length in self.responses)
-
-
-@dataclass(frozen=True)
-class GroupPart:
-    """Some responses of one group inside one micro-batch; nearly always all of them."""
-
-    group: int
-    """Position of the group in the list that was planned."""
-    samples: tuple[int, ...]
-    """Positions in `group.rollouts`."""
-
-
-MicroBatch = tuple[GroupPart, ...]
-"""What one forward pass sees on one rank; () is a filler, which keeps the ranks in step and adds nothing."""
 
 
 @dataclass(frozen=True)
@@ -119,110 +90,6 @@ class PackedBatch:
         if len(values) != self.num_scored:
             raise ValueError(f"per_rollout: {len(values)} values for {self.num_scored} scored tokens; give one each")
         return np.split(values, self.cu_seqlens[1:-1]) if self.rollout_order else []
-
-
-def fed_length(response_length: int) -> int:
-    """Tokens of a response that are fed to the model: all but the last, which predicts nothing scored."""
-    return max(response_length - 1, 0)
-
-
-def measure(group: Group, samples: Sequence[int] | None = None) -> GroupLengths:
-    """The lengths of a group, of all its rollouts or of those at the positions `samples`."""
-    chosen = tuple(range(len(group.rollouts))) if samples is None else tuple(samples)
-    lengths = tuple(group.rollouts[sample].response_length for sample in chosen)
-    return GroupLengths(len(group.prompt.token_ids), lengths, chosen)
-
-
-def plan_micro_batches(
-    groups: Sequence[GroupLengths],
-    max_tokens: int,
-    num_ranks: int,
-    *,
-    owners: Sequence[int] | None = None,
-    split_groups: bool = True,
-) -> list[list[MicroBatch]]:
-    """Deals groups to ranks and, on each rank, to micro-batches of at most `max_tokens` fed tokens.
-
-    The plan depends on the arguments only. A group stays on one rank. Every rank gets the same number of micro-batches,
-    by fillers at the end, because each micro-batch is a round of collectives.
-
-    Args:
-        groups: lengths of all groups of the training batch, over all ranks.
-        max_tokens: budget of fed tokens of a micro-batch. A single response that exceeds it with its prompt gets a
-            micro-batch of its own.
-        num_ranks: data-parallel ranks.
-        owners: the rank that has to take each group, or None to balance the ranks by fed tokens.
-        split_groups: whether a group beyond the budget is split by responses over micro-batches (each part feeds the
-            prompt again); if not it stays whole, in a micro-batch of its own.
-
-    Returns:
-        One list of micro-batches per rank, all of the same length; at least one each.
-
-    Raises:
-        ValueError: no rank, no budget, an empty prompt, or owners that do not fit.
-    """
-    if num_ranks < 1 or max_tokens < 1:
-        raise ValueError(f"plan_micro_batches: num_ranks={num_ranks}, max_tokens={max_tokens}; both must be at least 1")
-    for position, group in enumerate(groups):
-        if group.prompt < 1:
-            raise ValueError(
-                f"plan_micro_batches: group {position} has an empty prompt; nothing predicts the first token of its "
-                "responses, so give every prompt at least one token"
-            )
-    taken = _balance(groups, num_ranks) if owners is None else _by_owner(len(groups), owners, num_ranks)
-    plans = []
-    for positions in taken:
-        parts = [part for at in positions for part in _split(at, groups[at], max_tokens if split_groups else None)]
-        plans.append(_fill(parts, max_tokens))
-    rounds = max(1, *(len(plan) for plan in plans))
-    return [plan + [()] * (rounds - len(plan)) for plan in plans]
-
-
-def _balance(groups: Sequence[GroupLengths], num_ranks: int) -> list[list[int]]:
-    """Longest group first, to the rank with the fewest tokens so far; ties go to the lower position and rank."""
-    loads, taken = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
-    for position in sorted(range(len(groups)), key=lambda at: (-groups[at].fed_tokens(), at)):
-        rank = loads.index(min(loads))
-        loads[rank] += groups[position].fed_tokens()
-        taken[rank].append(position)
-    return [sorted(positions) for positions in taken]
-
-
-def _by_owner(num_groups: int, owners: Sequence[int], num_ranks: int) -> list[list[int]]:
-    if len(owners) != num_groups or any(not 0 <= owner < num_ranks for owner in owners):
-        raise ValueError(
-            f"plan_micro_batches: owners={list(owners)} for {num_groups} groups on {num_ranks} ranks; "
-            f"give one rank in 0 to {num_ranks - 1} per group"
-        )
-    return [[at for at in range(num_groups) if owners[at] == rank] for rank in range(num_ranks)]
-
-
-def _split(position: int, group: GroupLengths, max_tokens: int | None) -> list[tuple[int, GroupPart]]:
-    """(fed tokens, part) for each part of a group: one, unless the group exceeds the budget."""
-    if max_tokens is None or group.fed_tokens() <= max_tokens:
-        return [(group.fed_tokens(), GroupPart(position, group.samples))]
-    parts, size, samples = [], group.prompt, list[int]()
-    for length, sample in zip(group.responses, group.samples, strict=True):
-        if samples and size + fed_length(length) > max_tokens:
-            parts.append((size, GroupPart(position, tuple(samples))))
-            size, samples = group.prompt, []
-        size += fed_length(length)
-        samples.append(sample)
-    return [*parts, (size, GroupPart(position, tuple(samples)))]
-
-
-def _fill(parts: list[tuple[int, GroupPart]], max_tokens: int) -> list[MicroBatch]:
-    """Parts into few micro-batches: first fit, longest first. Inside a micro-batch parts keep the order of groups."""
-    bins: list[tuple[int, list[int]]] = []
-    for at in sorted(range(len(parts)), key=lambda index: (-parts[index][0], index)):
-        size = parts[at][0]
-        for index, (load, members) in enumerate(bins):
-            if load + size <= max_tokens:
-                bins[index] = (load + size, [*members, at])
-                break
-        else:
-            bins.append((size, [at]))
-    return [tuple(parts[at][1] for at in sorted(members)) for _, members in bins]
 
 
 def pack(

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from grpo_mc.megatron.layout import AttentionLayout, rope_inverse_frequencies, rotate
+from grpo_mc.ops import rms_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -39,6 +40,9 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        decodes = torch.is_inference_mode_enabled() and x.device.type == "cpu"
+        if decodes and x.dtype == self.weight.dtype == torch.float32:
+            return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 

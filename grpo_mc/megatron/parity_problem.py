@@ -16,14 +16,8 @@ from torch import Tensor
 from grpo_mc.algorithms.denominators import Denominators, count_denominators
 from grpo_mc.algorithms.loss import LossInputs, apply_correction
 from grpo_mc.config import AlgorithmConfig
-from grpo_mc.data.packing import (
-    GroupLengths,
-    MicroBatch,
-    PackedBatch,
-    measure,
-    pack,
-    plan_micro_batches,
-)
+from grpo_mc.data.micro_batches import GroupLengths, MicroBatch, measure, plan_micro_batches
+from grpo_mc.data.packing import PackedBatch, pack
 from grpo_mc.data.records import FinishReason, Group, Prompt, Rollout, Segment
 from grpo_mc.megatron.hf_config import ModelArchitecture
 from grpo_mc.megatron.hf_mapping import hf_tensor_shapes

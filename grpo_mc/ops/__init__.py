@@ -10,6 +10,7 @@ from grpo_mc.ops.group_advantages import group_advantages
 from grpo_mc.ops.loader import OperatorsMissing, info
 from grpo_mc.ops.paged_attention import paged_attention
 from grpo_mc.ops.policy_loss import PolicyLoss, policy_loss
+from grpo_mc.ops.rms_norm import rms_norm
 from grpo_mc.ops.row_linear import row_linear
 from grpo_mc.ops.token_logprobs import token_logprob_stats, token_logprobs, token_logprobs_backward
 
@@ -20,6 +21,7 @@ __all__ = [
     "info",
     "paged_attention",
     "policy_loss",
+    "rms_norm",
     "row_linear",
     "token_logprob_stats",
     "token_logprobs",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_mc.data.packing import measure, pack, plan_micro_batches
+from grpo_mc.data.micro_batches import measure, plan_micro_batches
+from grpo_mc.data.packing import pack
 from grpo_mc.data.records import Group
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.megatron.micro_batch import make_micro_batch

@@ -15,7 +15,8 @@ from grpo_mc.algorithms.advantages import AdvantageResult
 from grpo_mc.algorithms.denominators import Denominators
 from grpo_mc.algorithms.loss import LossInputs
 from grpo_mc.config import AlgorithmConfig
-from grpo_mc.data.packing import GroupLengths, PackedBatch, measure, pack, plan_micro_batches
+from grpo_mc.data.micro_batches import GroupLengths, measure, plan_micro_batches
+from grpo_mc.data.packing import PackedBatch, pack
 from grpo_mc.data.records import Group, Rollout
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.megatron.micro_batch import MicroBatch, make_micro_batch

@@ -15,7 +15,7 @@ import torch
 
 from grpo_mc import ops
 from grpo_mc.config import AlgorithmConfig
-from grpo_mc.data.packing import measure, plan_micro_batches
+from grpo_mc.data.micro_batches import measure, plan_micro_batches
 from helpers.compare import assert_all_close, assert_close
 from helpers.engines import single_mesh
 from helpers.training import (

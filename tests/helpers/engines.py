@@ -57,7 +57,8 @@ def trainer_logprobs(
     model: Any, mesh: Any, requests: Sequence[Any], responses: Sequence[Any], temperature: float, max_tokens: int = 512
 ) -> dict[tuple[int, int], np.ndarray]:
     """(group id, sample index) -> log-probs [R] float32 as the trainer computes them, prompts shared."""
-    from grpo_mc.data.packing import measure, pack, plan_micro_batches
+    from grpo_mc.data.micro_batches import measure, plan_micro_batches
+    from grpo_mc.data.packing import pack
     from grpo_mc.data.records import Group, Prompt, Rollout, Segment
     from grpo_mc.megatron.micro_batch import make_micro_batch
     from grpo_mc.megatron.train_step import compute_logprobs

@@ -18,7 +18,8 @@ from grpo_mc.algorithms.advantages import compute_advantages
 from grpo_mc.algorithms.denominators import count_batch
 from grpo_mc.algorithms.loss import LossInputs
 from grpo_mc.config import Config, load_config, resolve
-from grpo_mc.data.packing import PackedBatch, measure, pack, plan_micro_batches
+from grpo_mc.data.micro_batches import measure, plan_micro_batches
+from grpo_mc.data.packing import PackedBatch, pack
 from grpo_mc.data.records import FinishReason, Group, Prompt, Rollout, Segment
 from helpers.trl_reference import FixedBatch
 

@@ -11,7 +11,8 @@ import torch
 from grpo_mc.algorithms.denominators import count_denominators
 from grpo_mc.algorithms.loss import LossInputs
 from grpo_mc.config import AlgorithmConfig, OptimizerConfig
-from grpo_mc.data.packing import GroupPart, PackedBatch, pack
+from grpo_mc.data.micro_batches import GroupPart
+from grpo_mc.data.packing import PackedBatch, pack
 from grpo_mc.data.records import FinishReason, Group, Prompt, Rollout, Segment
 from grpo_mc.megatron.mesh import Mesh
 

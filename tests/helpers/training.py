@@ -13,7 +13,8 @@ from torch import Tensor
 from grpo_mc.algorithms.denominators import Denominators, count_batch
 from grpo_mc.algorithms.loss import LossInputs, apply_correction, grpo_loss
 from grpo_mc.config import AlgorithmConfig, OptimizerConfig
-from grpo_mc.data.packing import MicroBatch, pack
+from grpo_mc.data.micro_batches import MicroBatch
+from grpo_mc.data.packing import pack
 from grpo_mc.data.records import FinishReason, Group, Prompt, Rollout, Segment
 
 
@@ -132,7 +133,7 @@ def transformers_step(
     masked: set[tuple[int, int]] | None = None,
 ) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
     """Loss and gradients by Hugging Face name of the batch that make_batches makes, by transformers and autograd."""
-    from grpo_mc.data.packing import GroupPart
+    from grpo_mc.data.micro_batches import GroupPart
 
     whole = tuple(GroupPart(at, tuple(range(len(group.rollouts)))) for at, group in enumerate(groups))
     inputs = apply_correction(per_token_inputs(groups, pack(groups, whole), masked), algorithm)

@@ -106,6 +106,12 @@ def test_eps_of_group_advantages_must_be_finite_and_not_negative(eps: float) -> 
         ops.group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.long), eps=eps)
 
 
+@pytest.mark.parametrize("eps", [NAN, INF, -1e-4])
+def test_eps_of_rms_norm_must_be_finite_and_not_negative(eps: float) -> None:
+    with pytest.raises(ValueError, match="rms_norm: eps is"):
+        ops.rms_norm(torch.ones(1, 2), torch.ones(2), eps)
+
+
 def test_tensors_on_two_devices_are_refused_by_name() -> None:
     """With one tensor on the meta device the dispatcher computes nothing and returns tensors without data."""
     ids = torch.zeros(2, dtype=torch.long, device="meta")
@@ -113,11 +119,12 @@ def test_tensors_on_two_devices_are_refused_by_name() -> None:
         "targets": logprob_calls(torch.zeros(2, 4), ids, 1.0),
         "group_ids": [lambda: ops.group_advantages(torch.zeros(2), ids)],
         "weight": [lambda: ops.row_linear(torch.zeros(1, 2), torch.zeros(3, 2, device="meta"))],
+        "weight ": [lambda: ops.rms_norm(torch.zeros(1, 2), torch.zeros(2, device="meta"), 1e-5)],
         "lengths": [lambda: attention(lengths=torch.ones(1, dtype=torch.int32, device="meta"))],
         "advantages": [lambda: policy_loss(advantages=torch.ones(3, device="meta"))],
         "ref_logprobs": [lambda: policy_loss(ref_logprobs=torch.ones(3, device="meta"))],
     }
     for name, some in calls.items():
         for call in some:
-            with pytest.raises(ValueError, match=f"{name} is on meta but .* on cpu; all tensors of a call"):
+            with pytest.raises(ValueError, match=f"{name.strip()} is on meta but .* on cpu; all tensors of a call"):
                 call()

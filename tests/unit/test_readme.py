@@ -207,13 +207,23 @@ def test_the_tree_names_files_that_exist() -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_the_python_example_runs() -> None:
-    (block,) = (block for kind, block in blocks() if kind == "python")
-    source = "\n" * (block[0].number - 1) + "\n".join(line.text for line in block)  # tracebacks have README's lines
+def test_the_python_examples_run() -> None:
+    import torch.distributed as dist
+
     names: dict[str, Any] = {}
-    exec(compile(source, str(REPOSITORY / "README.md"), "exec"), names)
+    try:
+        for block in (block for kind, block in blocks() if kind == "python"):
+            source = "\n".join(line.text for line in block)
+            padding = "\n" * (block[0].number - 1)  # tracebacks have README's lines
+            exec(compile(padding + source, str(REPOSITORY / "README.md"), "exec"), names)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     assert math.isfinite(float(names["result"].loss.detach()))
     assert float(names["logits"].grad.abs().sum()) > 0
+    names["logprobs"].sum().backward()
+    assert names["logprobs"].shape == names["entropy"].shape == (12,)
+    assert float(names["hidden"].grad.abs().sum()) > 0
 
 
 def variables_read() -> dict[str, str]:
@@ -299,6 +309,6 @@ def test_the_torchrun_line_runs_and_prints_what_the_document_shows(tmp_path: Pat
     (shown,) = (block for _, block in blocks() if block[0].text.strip().startswith("processes 1 ="))
     for one in shown:
         text = re.sub(r"left \S+$", "left ", one.text.strip())
-        pattern = re.sub(r"\d[\d.]*(e-?\d+)?", r"[-+.e\\d]+", re.escape(text).replace(r"\.", "."))
+        pattern = re.sub(r"\d[\d.,]*(e-?\d+)?", r"[-+.,e\\d]+", re.escape(text).replace(r"\.", "."))
         if text != "...":
             assert re.search(pattern, done.output), f"{one}: the run prints no such line\n{done.output[-2000:]}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from grpo_mc.ops.reference.group_advantages import group_advantages
 from grpo_mc.ops.reference.paged_attention import paged_attention
 from grpo_mc.ops.reference.policy_loss import policy_loss
+from grpo_mc.ops.reference.rms_norm import rms_norm
 from grpo_mc.ops.reference.row_linear import row_linear
 from grpo_mc.ops.reference.token_logprobs import token_logprob_stats, token_logprobs, token_logprobs_backward
 
@@ -17,6 +18,7 @@ __all__ = [
     "group_advantages",
     "paged_attention",
     "policy_loss",
+    "rms_norm",
     "row_linear",
     "token_logprob_stats",
     "token_logprobs",

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mc.data.packing import GroupLengths, GroupPart, measure, pack, plan_micro_batches
+from grpo_mc.data.micro_batches import GroupLengths, GroupPart, measure, plan_micro_batches
+from grpo_mc.data.packing import pack
 from grpo_mc.data.records import FinishReason, Group, Prompt, Rollout, Segment
 
 
@@ -112,9 +113,42 @@ def test_balanced_ranks_by_hand():
     """95 x 5 and 20 x 5 on two ranks: longest first to the lighter rank gives 3 * 95 and 2 * 95 + 5 * 20."""
     groups = [lengths(90, 6)] * 5 + [lengths(15, 6)] * 5
     plan = plan_micro_batches(groups, 100, 2)
-    loads = [sum(groups[part.group].fed_tokens() for batch in rank for part in batch) for rank in plan]
-    assert loads == [285, 290]
+    assert loads(plan, groups) == [285, 290]
     assert len(plan[0]) == len(plan[1]) == 3
+
+
+def loads(plan, groups):
+    """Fed tokens of every rank."""
+    return [sum(groups[part.group].fed_tokens(part.samples) for batch in rank for part in batch) for rank in plan]
+
+
+def test_a_group_is_split_over_ranks_that_would_have_nothing_to_do():
+    """24 prompt tokens and 8 x 4: 56 on one rank, or 24 + 16 = 40 on each of two."""
+    group = lengths(24, *[5] * 8)
+    assert plan_micro_batches([group], 100, 2) == [
+        [(GroupPart(0, (0, 1, 2, 3)),)],
+        [(GroupPart(0, (4, 5, 6, 7)),)],
+    ]
+    assert loads(plan_micro_batches([group], 100, 2, split_groups=False), [group]) == [56, 0]
+
+
+def test_three_groups_on_two_ranks_by_hand():
+    """112 and 56; moving 4 responses of one group, with its prompt, makes it 96 and 96."""
+    groups = [lengths(24, *[5] * 8)] * 3
+    plan = plan_micro_batches(groups, 200, 2)
+    assert loads(plan, groups) == [96, 96]
+    assert plan[0] == [(GroupPart(0, (0, 1, 2, 3)), GroupPart(2, tuple(range(8))))]
+    assert plan[1] == [(GroupPart(0, (4, 5, 6, 7)), GroupPart(1, tuple(range(8))))]
+
+
+def test_a_long_prompt_is_not_fed_twice_for_little():
+    """400 + 32: each half would still have 416 to do."""
+    assert loads(plan_micro_batches([lengths(400, *[5] * 8)], 1000, 2), [lengths(400, *[5] * 8)]) == [432, 0]
+
+
+def test_owners_keep_their_groups_whole():
+    group = lengths(24, *[5] * 8)
+    assert loads(plan_micro_batches([group], 100, 2, owners=[1]), [group]) == [0, 56]
 
 
 def test_group_beyond_the_budget_is_split_by_responses():
@@ -170,13 +204,12 @@ def test_plan_keeps_its_promises(groups, max_tokens, num_ranks):
     plan = plan_micro_batches(groups, max_tokens, num_ranks)
     assert plan == plan_micro_batches(list(groups), max_tokens, num_ranks)
     assert len(plan) == num_ranks and len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= 1
-    seen, homes = [], {}
-    for rank, micro_batches in enumerate(plan):
+    seen = []
+    for micro_batches in plan:
         for micro_batch in micro_batches:
             size = 0
             for part in micro_batch:
                 assert part.samples
-                assert homes.setdefault(part.group, rank) == rank
                 seen += [(part.group, sample) for sample in part.samples]
                 fed = [max(groups[part.group].responses[sample] - 1, 0) for sample in part.samples]
                 size += groups[part.group].prompt + sum(fed)
@@ -184,6 +217,17 @@ def test_plan_keeps_its_promises(groups, max_tokens, num_ranks):
             too_long_prompt = len(micro_batch) == 1 and sum(fed) == 0
             assert size <= max_tokens or alone or too_long_prompt
     assert sorted(seen) == [(at, sample) for at, group in enumerate(groups) for sample in range(len(group.responses))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(group_lengths, max_size=12), st.integers(1, 5))
+def test_splitting_over_ranks_only_ever_shortens_the_longest(groups, num_ranks):
+    plan = plan_micro_batches(groups, 10**6, num_ranks)
+    whole = plan_micro_batches(groups, 10**6, num_ranks, split_groups=False)
+    assert max(loads(plan, groups)) <= max(loads(whole, groups))
+    for rank in plan:
+        (micro_batch,) = rank
+        assert len({part.group for part in micro_batch}) == len(micro_batch)  # a prompt once on a rank
 
 
 @settings(max_examples=100, deadline=None)

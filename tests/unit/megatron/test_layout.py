@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_mc.data.packing import measure, pack, plan_micro_batches
+from grpo_mc.data.micro_batches import measure, plan_micro_batches
+from grpo_mc.data.packing import pack
 from grpo_mc.megatron import cpu_runtime
 from helpers.compare import assert_close, relative_error
 from helpers.training import make_groups

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_mc.data.packing import GroupPart, measure, pack, plan_micro_batches
+from grpo_mc.data.micro_batches import GroupPart, measure, plan_micro_batches
+from grpo_mc.data.packing import pack
 from grpo_mc.data.records import Group
 from helpers.compare import assert_close
 from helpers.engines import load_policy, single_mesh

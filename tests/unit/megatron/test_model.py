@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from grpo_mc.config import AlgorithmConfig
-from grpo_mc.data.packing import GroupPart, pack
+from grpo_mc.data.micro_batches import GroupPart
+from grpo_mc.data.packing import pack
 from helpers.compare import assert_all_close, assert_close
 from helpers.engines import load_policy, single_mesh
 from helpers.training import (

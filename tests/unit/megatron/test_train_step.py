@@ -14,7 +14,7 @@ import torch
 
 from grpo_mc.algorithms.denominators import Denominators
 from grpo_mc.config import AlgorithmConfig, OptimizerConfig
-from grpo_mc.data.packing import GroupPart, measure, plan_micro_batches
+from grpo_mc.data.micro_batches import GroupPart, measure, plan_micro_batches
 from helpers.compare import assert_all_close
 from helpers.engines import single_mesh
 from helpers.training import (

@@ -1,0 +1,41 @@
+// rms_norm on the CPU: checks, and one kernel call per row.
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "cpu/checks.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace grpo_mc {
+namespace {
+
+using at::Tensor;
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 1 && x.size(-1) == weight.size(0), "rms_norm: x is ", x.sizes(),
+                    " and weight ", weight.sizes(), "; they must be [..., H] and [H]");
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat, "rms_norm: x is ", x.scalar_type(),
+                    " and weight ", weight.scalar_type(), "; the CPU operator takes Float");
+  check_finite("rms_norm", "eps", eps);
+  TORCH_CHECK_VALUE(eps >= 0, "rms_norm: eps is ", eps, "; it must be at least 0");
+  const Tensor rows = x.contiguous(), scale = weight.contiguous();
+  Tensor out = at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
+  const int64_t width = weight.size(0);
+  if (out.numel() == 0) return out;
+  const float *from = rows.const_data_ptr<float>(), *factors = scale.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, 32768 / width);  // a handful of rows is not worth another thread
+  parallel_for(out.numel() / width, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      GRPO_MC_KERNEL(rms_norm_row)(from + row * width, factors, to + row * width, width, eps);
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) { m.impl("rms_norm", rms_norm); }
+
+}  // namespace grpo_mc
