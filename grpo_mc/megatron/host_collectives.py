@@ -25,7 +25,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-STAGE_BYTES = 16 << 20
+STAGE_BYTES = 32 << 20
 """Shared memory of a group. It fits a container's usual 64 MiB, and a chunk stays in the last-level cache."""
 _TOKEN_BYTES = 16
 _ALIGNMENT = 64
