@@ -7,8 +7,8 @@ independent runs of half that batch at the same time, then dp=2 and one process 
 configs/quickstart.yaml (16 x 8). Printed: rollouts a second of each (medians over the rounds; of a process the median
 step, the first not counted), and the ratios of dp=2 to the sum of the two independent processes, and to one process.
 
-Groups without spread in their rewards are not trained on, so a small batch has little to share out beside the fixed
-work: gradients, parameters, and the weights that every decoding step reads.
+An entropy term keeps every group in training. Without it groups without spread in their rewards are left out, a step's
+work hangs on luck, and rollouts a second do not measure it; `--skip-zero-gradients` measures that, what users run.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def rollouts_per_second(prompts: int, processes: int, options: argparse.Namespac
             f"rollout.group_size={GROUP_SIZE}",
             f"model.path={options.model}",
         ]
+        if not options.skip_zero_gradients:
+            command.append("algorithm.entropy_coef=0.001")
         env = {"OMP_NUM_THREADS": "1"}
         measure.run_measured(command, timeout_s=options.timeout_s, env=env, cwd=measure.REPOSITORY)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -59,6 +61,7 @@ def main() -> None:
     parser.add_argument("--quickstart-prompts", type=int, default=16, help="the batch of configs/quickstart.yaml")
     parser.add_argument("--steps", type=int, default=4, help="per process; the first is not counted")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--skip-zero-gradients", action="store_true", help="groups without spread are not trained on")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="bound of one process")
     options = parser.parse_args()
     options.model = measure.hf_model_folder(options.model)
