@@ -6,8 +6,13 @@ A group is laid out as its prompt followed by its responses, and every response 
 
 The G responses then cost P + sum(R - 1) tokens instead of G * (P + R - 1), with the same loss and gradients. The
 prompt's last token predicts the first token of every response, so its row is scored G times; the last token of a
-response predicts nothing that is scored and is not fed at all. Everything follows from lengths, never from token
-values: the padding token of many models is also their end-of-sequence token.
+response predicts nothing that is scored and is not fed at all. Where prompts begin alike (a system prompt, examples),
+what all of them begin with stands once in front, and the rest of each prompt and its responses see it:
+
+    tokens     p0 p1 | q2 | a0 a1 | b0 | r2 r3 | c0        positions  0 1 | 2 | 3 4 | 3 | 2 3 | 4
+
+What is scored follows from lengths, never from token values: the padding token of many models is also their
+end-of-sequence token.
 
 Which groups share a micro-batch is decided in `micro_batches`; `pack` lays one micro-batch out. Numpy only: the trainer
 makes tensors of the arrays.
@@ -21,10 +26,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from grpo_mc.data.micro_batches import GroupPart, MicroBatch, fed_length
+from grpo_mc.data.micro_batches import GroupPart, MicroBatch, fed_length, measure
 from grpo_mc.data.records import Group
 
 IntArray = npt.NDArray[np.int64]
+MIN_SAVED = 0.1
+"""Part of a micro-batch's tokens that a shared beginning must save to be laid out: attention is less simple then."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,13 @@ class Block:
     start: int
     """Row of the prompt's first token."""
     prompt_length: int
-    """Rows of the prompt."""
+    """Rows of the prompt, without the beginning that it shares."""
     response_starts: tuple[int, ...]
     """First row of each response."""
     response_lengths: tuple[int, ...]
     """Rows of each response: its length less the last token, or 0."""
+    beginning_length: int = 0
+    """The prompt begins with rows 0 to beginning_length, a block of their own that all groups share."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +122,33 @@ def pack(
     """
     if pad_multiple < 1:
         raise ValueError(f"pack: pad_multiple={pad_multiple}; it must be at least 1")
-    layout = _Layout()
+    layout, beginning = _Layout(), _shared_beginning(groups, micro_batch)
+    if len(beginning):
+        layout.add_block(beginning)
     for part in micro_batch:
-        layout.add(part, groups[part.group])
+        layout.add(part, groups[part.group], len(beginning))
     num_pad = -layout.size % pad_multiple if layout.size else pad_multiple
     if num_pad:
-        layout.add_padding(num_pad, pad_id)
+        layout.add_block(np.full(num_pad, pad_id, np.int64))
     return layout.finish(num_pad)
+
+
+def _shared_beginning(groups: Sequence[Group] | Mapping[int, Group], micro_batch: MicroBatch) -> IntArray:
+    """What all prompts of the micro-batch begin with; nothing where that would save less than MIN_SAVED."""
+    prompts = [groups[part.group].prompt.token_ids for part in micro_batch]
+    if len(prompts) < 2 or not all(map(len, prompts)):
+        return np.zeros(0, np.int64)
+    common = common_length(prompts)
+    fed = sum(measure(groups[part.group], part.samples).fed_tokens() for part in micro_batch)
+    return prompts[0][: common if common * (len(prompts) - 1) >= MIN_SAVED * fed else 0]
+
+
+def common_length(prompts: Sequence[IntArray]) -> int:
+    """Tokens that all prompts (none empty) begin with, but for the last token of the shortest."""
+    shortest = min(len(ids) for ids in prompts) - 1
+    heads = np.stack([ids[:shortest] for ids in prompts])
+    differs = (heads != heads[0]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else shortest
 
 
 class _Layout:
@@ -135,11 +164,13 @@ class _Layout:
         self.masks: list[npt.NDArray[np.bool_]] = []
         self.order: list[tuple[int, int]] = []
 
-    def add(self, part: GroupPart, group: Group) -> None:
+    def add(self, part: GroupPart, group: Group, beginning: int) -> None:
+        """A group; its prompt without the first `beginning` tokens."""
         start, prompt = self.size, group.prompt.token_ids
         if len(prompt) < 1:
             raise ValueError(f"pack: the prompt of group {group.group_id} is empty; give it at least one token")
-        self._feed(prompt, 0)
+        own = len(prompt) - beginning
+        self._feed(prompt[beginning:], beginning)
         starts, lengths = [], []
         for sample in part.samples:
             rollout = group.rollouts[sample]
@@ -150,15 +181,16 @@ class _Layout:
             lengths.append(fed)
             if len(response):
                 # the prompt's last token predicts the first token, then each response token the next
-                self.rows.append(np.concatenate([[start + len(prompt) - 1], np.arange(first, first + fed)]))
+                self.rows.append(np.concatenate([[start + own - 1], np.arange(first, first + fed)]))
             self.targets.append(response)
             self.masks.append(rollout.response_mask)
             self.order.append((part.group, sample))
-        self.blocks.append(Block(start, len(prompt), tuple(starts), tuple(lengths)))
+        self.blocks.append(Block(start, own, tuple(starts), tuple(lengths), beginning))
 
-    def add_padding(self, num_pad: int, pad_id: int) -> None:
-        self.blocks.append(Block(self.size, num_pad, (), ()))
-        self._feed(np.full(num_pad, pad_id, np.int64), 0)
+    def add_block(self, tokens: IntArray) -> None:
+        """Tokens that nothing is scored from: the beginning of all prompts, or padding."""
+        self.blocks.append(Block(self.size, len(tokens), (), ()))
+        self._feed(tokens, 0)
 
     def _feed(self, tokens: IntArray, first_position: int) -> None:
         self.tokens.append(tokens)

@@ -4,7 +4,8 @@ Megatron-Core hands `packed_seq_params` through every layer, on every pipeline s
 `AttentionLayout`: it knows the tokens' positions, applies RoPE by them, and computes attention over its own structure.
 Training uses `SharedPrefixLayout`: a group is one prompt followed by its responses. A response sees the prompt and
 itself, never its siblings, so the prompt is computed once for the whole group, forward and backward, with the loss and
-gradients of separate sequences. The rollout engine has layouts of its own over a key-value cache.
+gradients of separate sequences; what all prompts of a micro-batch begin with is computed once for all of them. The
+rollout engine has layouts of its own over a key-value cache.
 
 Shapes: T packed tokens, Hq and Hkv query and key-value heads of this tensor-parallel rank, D head size, G responses.
 """
@@ -87,32 +88,45 @@ class PrefixBlock:
     """[G, R] int64: rows of each response, the last row repeated past its end; None without responses."""
     response_valid: Tensor | None
     """[G * R] int64: places in the flattened [G, R] that are real tokens, in row order."""
+    beginning_length: int = 0
+    """The first so many rows of the micro-batch, a block of their own, are the beginning of this prompt too."""
 
     @property
     def prompt(self) -> slice:
-        """The prompt's rows."""
+        """The prompt's rows, without the beginning."""
         return slice(self.start, self.start + self.prompt_length)
+
+    def prefix(self, x: Tensor) -> Tensor:
+        """Keys or values [T, H, D] of the whole prompt, beginning included, as [1, H, P, D]."""
+        own = x[self.prompt]
+        return _heads_first(torch.cat([x[: self.beginning_length], own]) if self.beginning_length else own)
 
 
 def make_block(
-    start: int, prompt_length: int, starts: list[int], lengths: list[int], device: torch.device
-) -> PrefixBlock:
+    start: int, prompt_length: int, starts: list[int], lengths: list[int], device: torch.device,
+    beginning_length: int = 0,
+) -> PrefixBlock:  # fmt: skip
     """The block of a prompt at row `start` whose responses begin at `starts` and have `lengths` tokens (0 is legal)."""
     fed = [(s, n) for s, n in zip(starts, lengths, strict=True) if n > 0]
     if not fed:
-        return PrefixBlock(start, prompt_length, None, None)
+        return PrefixBlock(start, prompt_length, None, None, beginning_length)
     longest = max(n for _, n in fed)
     first = torch.tensor([s for s, _ in fed])[:, None]
     length = torch.tensor([n for _, n in fed])[:, None]
     step = torch.arange(longest)[None]
     rows = first + torch.minimum(step, length - 1)
     valid = (step < length).flatten().nonzero()[:, 0]
-    return PrefixBlock(start, prompt_length, rows.to(device), valid.to(device))
+    return PrefixBlock(start, prompt_length, rows.to(device), valid.to(device), beginning_length)
 
 
 def _heads_first(x: Tensor) -> Tensor:
     """[T, H, D] -> [1, H, T, D]."""
     return x.transpose(0, 1)[None]
+
+
+def _causal_mask(rows: int, before: int, device: torch.device) -> Tensor:
+    """[rows, before + rows] bool: a row sees the `before` first columns, the rows before it and itself."""
+    return torch.ones(rows, before + rows, dtype=torch.bool, device=device).tril(before)
 
 
 @dataclass
@@ -127,11 +141,12 @@ class SharedPrefixLayout(AttentionLayout):
 
     @staticmethod
     def _attend_block(block: PrefixBlock, query: Tensor, key: Tensor, value: Tensor, scale: float) -> list[Tensor]:
-        at = block.prompt
-        prompt_key, prompt_value = _heads_first(key[at]), _heads_first(value[at])
+        prefix_key, prefix_value = block.prefix(key), block.prefix(value)
+        before, own = block.beginning_length, block.prompt_length
         out = F.scaled_dot_product_attention(
-            _heads_first(query[at]), prompt_key, prompt_value, is_causal=True, scale=scale, enable_gqa=True
-        )
+            _heads_first(query[block.prompt]), prefix_key, prefix_value, scale=scale, enable_gqa=True,
+            is_causal=not before, attn_mask=_causal_mask(own, before, query.device) if before else None,
+        )  # fmt: skip
         parts = [out[0].transpose(0, 1)]
         if block.response_rows is None or block.response_valid is None:
             return parts
@@ -139,12 +154,11 @@ class SharedPrefixLayout(AttentionLayout):
         count, longest = rows.shape
         take = lambda x: x[rows].transpose(1, 2)  # noqa: E731 - [G, H, R, D]
         # Rows past a response's end come after all of its tokens, so the causal mask alone hides them.
-        mask = torch.ones(longest, block.prompt_length + longest, dtype=torch.bool, device=query.device)
         out = F.scaled_dot_product_attention(
             take(query),
-            torch.cat([prompt_key.expand(count, -1, -1, -1), take(key)], 2),
-            torch.cat([prompt_value.expand(count, -1, -1, -1), take(value)], 2),
-            attn_mask=mask.tril(block.prompt_length),
+            torch.cat([prefix_key.expand(count, -1, -1, -1), take(key)], 2),
+            torch.cat([prefix_value.expand(count, -1, -1, -1), take(value)], 2),
+            attn_mask=_causal_mask(longest, before + own, query.device),
             scale=scale,
             enable_gqa=True,
         )

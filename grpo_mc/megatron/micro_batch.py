@@ -31,7 +31,9 @@ def make_micro_batch(packed: PackedBatch, device: torch.device, loss: LossInputs
     """Tensors and attention layout of a packed micro-batch."""
     to_device = lambda array: torch.from_numpy(array).to(device)  # noqa: E731 - four uses, one line
     blocks = tuple(
-        make_block(b.start, b.prompt_length, list(b.response_starts), list(b.response_lengths), device)
+        make_block(
+            b.start, b.prompt_length, list(b.response_starts), list(b.response_lengths), device, b.beginning_length
+        )
         for b in packed.blocks
     )
     layout = SharedPrefixLayout(

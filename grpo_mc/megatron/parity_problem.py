@@ -30,7 +30,10 @@ OBJECTIVES: Mapping[str, AlgorithmConfig] = {
 }
 """Name -> section `algorithm`. The second has every term that the first has not."""
 
+_BEGINNING = 12
+"""Tokens that all prompts begin with."""
 _PROMPT_LENGTHS = (3, 9, 5, 1, 7)
+"""Without the beginning."""
 _RESPONSE_LENGTHS = ((4, 1, 7, 2), (5, 0, 3, 6), (2, 8, 8, 1), (6, 3, 1, 9), (1, 1, 2, 12))
 """Ragged; one response is empty."""
 _MASKED_ROLLOUT = (2, 1)
@@ -138,7 +141,9 @@ class Problem:
 
 def _make_group(position: int, vocab_size: int) -> Group:
     draw = generator("tokens", position)
-    prompt = Prompt(f"parity:{position}", draw.integers(0, vocab_size, _PROMPT_LENGTHS[position]), "")
+    beginning = generator("beginning").integers(0, vocab_size, _BEGINNING)
+    prompt_ids = np.concatenate([beginning, draw.integers(0, vocab_size, _PROMPT_LENGTHS[position])])
+    prompt = Prompt(f"parity:{position}", prompt_ids, "")
     rollouts = [
         Rollout(position, sample, prompt, [Segment("model", draw.integers(0, vocab_size, length))], "",
                 FinishReason.FINISHED, (0,))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_mc.data.packing import IntArray
+from grpo_mc.data.packing import IntArray, common_length
 from grpo_mc.megatron.layout import PrefixBlock, make_block
 from grpo_mc.rollout.kv_cache import KVCache
 
@@ -91,17 +91,9 @@ def common_beginnings(prompts: Sequence[IntArray]) -> list[tuple[int, list[int]]
         clusters.setdefault(key, []).append(at)
     found = []
     for members in clusters.values():
-        common = _common_length([prompts[at] for at in members])
+        common = common_length([prompts[at] for at in members])
         if len(members) > 1 and common >= MIN_SHARED:
             found.append((common, members))
         else:
             found += [(len(prompts[at]), [at]) for at in members]
     return found
-
-
-def _common_length(prompts: Sequence[IntArray]) -> int:
-    """Tokens that all prompts begin with, but for the last token of the shortest."""
-    shortest = min(len(ids) for ids in prompts) - 1
-    heads = np.stack([ids[:shortest] for ids in prompts])
-    differs = (heads != heads[0]).any(axis=0)
-    return int(differs.argmax()) if differs.any() else shortest

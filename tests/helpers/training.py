@@ -18,13 +18,16 @@ from grpo_mc.data.packing import pack
 from grpo_mc.data.records import FinishReason, Group, Prompt, Rollout, Segment
 
 
-def make_groups(lengths: Sequence[tuple[int, Sequence[int]]], vocab_size: int, seed: int = 0) -> list[Group]:
-    """Groups of random tokens: (prompt length, response lengths) each."""
-    groups = []
+def make_groups(
+    lengths: Sequence[tuple[int, Sequence[int]]], vocab_size: int, seed: int = 0, beginning: int = 0
+) -> list[Group]:
+    """Groups of random tokens: (prompt length, response lengths) each, behind `beginning` common ones."""
+    groups, common = [], np.random.default_rng([seed, 1000]).integers(0, vocab_size, beginning)
     for position, (prompt_length, response_lengths) in enumerate(lengths):
         draw = np.random.default_rng([seed, position])
         responses = [draw.integers(0, vocab_size, length) for length in response_lengths]
-        groups.append(group_of(position, draw.integers(0, vocab_size, prompt_length), responses))
+        prompt = np.concatenate([common, draw.integers(0, vocab_size, prompt_length)])
+        groups.append(group_of(position, prompt, responses))
     return groups
 
 

@@ -53,6 +53,31 @@ def test_layout_by_hand():
         assert column.dtype == np.int64
 
 
+def test_what_all_prompts_begin_with_stands_once_by_hand():
+    """Prompts 1 2 3 and 1 2 5 6: rows 1 2 | 3 10 | 5 6 20 21, and both groups see the first two."""
+    groups = [make_group(0, [1, 2, 3], [[10, 11], [12]]), make_group(1, [1, 2, 5, 6], [[20, 21, 22]])]
+    batch = pack(groups, whole(*groups))
+    assert batch.tokens.tolist() == [1, 2, 3, 10, 5, 6, 20, 21]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 2, 3, 4, 5]
+    assert [(b.start, b.prompt_length, b.beginning_length) for b in batch.blocks] == [(0, 2, 0), (2, 1, 2), (4, 2, 2)]
+    assert batch.scored_rows.tolist() == [2, 3, 2, 5, 6, 7]
+    assert batch.targets.tolist() == [10, 11, 12, 20, 21, 22]
+
+
+def test_equal_prompts_keep_their_last_token():
+    """It predicts each group's first tokens, in a row of its own."""
+    groups = [make_group(at, [7, 7, 7], [[10], [11]]) for at in range(2)]
+    batch = pack(groups, whole(*groups))
+    assert batch.tokens.tolist() == [7, 7, 7, 7] and batch.scored_rows.tolist() == [2, 2, 3, 3]
+
+
+def test_a_beginning_that_saves_little_is_not_laid_out():
+    """One common token saves 1 of 24."""
+    groups = [make_group(at, [1, *range(10 * at + 2, 10 * at + 13)], [[3]]) for at in range(2)]
+    batch = pack(groups, whole(*groups))
+    assert len(batch.tokens) == 24 and [block.beginning_length for block in batch.blocks] == [0, 0]
+
+
 def test_values_spread_over_tokens_and_come_back():
     groups = [make_group(0, [1, 2], [[5, 6], [], [7]])]
     batch = pack(groups, whole(*groups))
@@ -234,7 +259,7 @@ def test_splitting_over_ranks_only_ever_shortens_the_longest(groups, num_ranks):
 @given(
     st.lists(
         st.tuples(
-            st.lists(st.integers(0, 9), min_size=1, max_size=6),
+            st.lists(st.integers(0, 1), min_size=1, max_size=6),  # two tokens: many prompts begin alike
             st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=4),
         ),
         max_size=4,
@@ -250,8 +275,9 @@ def test_every_scored_row_sees_exactly_its_own_sequence(records, pad_multiple):
     row = 0
     for block in batch.blocks:
         assert block.start == row
-        prompt = batch.tokens[row : row + block.prompt_length].tolist()
-        context |= {row + at: prompt[: at + 1] for at in range(len(prompt))}
+        beginning = batch.tokens[: block.beginning_length].tolist()
+        prompt = beginning + batch.tokens[row : row + block.prompt_length].tolist()
+        context |= {row + at: prompt[: len(beginning) + at + 1] for at in range(block.prompt_length)}
         row += block.prompt_length
         for start, length in zip(block.response_starts, block.response_lengths, strict=True):
             assert start == row

@@ -24,25 +24,28 @@ CPU = torch.device("cpu")
 RAGGED: list[tuple[int, list[int]]] = [(3, [4, 1, 7, 2]), (1, [1, 1]), (5, []), (6, [0, 9, 0]), (2, [0]), (4, [12])]
 
 
-def packed_layout(lengths: list[tuple[int, list[int]]], pad_multiple: int = 1) -> Any:
-    groups = make_groups(lengths, 100)
+def packed_layout(lengths: list[tuple[int, list[int]]], pad_multiple: int = 1, beginning: int = 0) -> Any:
+    groups = make_groups(lengths, 100, beginning=beginning)
     plan = plan_micro_batches([measure(group) for group in groups], 10_000, 1)[0]
     return make_micro_batch(pack(groups, plan[0], pad_multiple=pad_multiple), CPU)
 
 
 def visibility(batch: Any) -> Tensor:
     """[T, T] bool from the packed lengths, pair by pair: whether row i sees row j."""
-    owner = [(-1, -1)] * len(batch.tokens)
+    owner, beginning = [(-1, -1)] * len(batch.tokens), [0] * len(batch.tokens)
     for number, block in enumerate(batch.packed.blocks):
-        for row in range(block.start, block.start + block.prompt_length):
-            owner[row] = (number, -1)
+        for row in range(block.start, block.start + block.prompt_length + sum(block.response_lengths)):
+            owner[row], beginning[row] = (number, -1), block.beginning_length
         for sample, (start, length) in enumerate(zip(block.response_starts, block.response_lengths, strict=True)):
             for row in range(start, start + length):
                 owner[row] = (number, sample)
     rows = len(owner)
     return torch.tensor(
         [
-            [j <= i and owner[i][0] == owner[j][0] and owner[j][1] in (-1, owner[i][1]) for j in range(rows)]
+            [
+                j < beginning[i] or (j <= i and owner[i][0] == owner[j][0] and owner[j][1] in (-1, owner[i][1]))
+                for j in range(rows)
+            ]
             for i in range(rows)
         ]
     )
@@ -61,8 +64,10 @@ def heads_of(rows: int, seed: int = 0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 16])
-def test_attention_is_that_of_the_full_mask(pad_multiple: int) -> None:
-    batch = packed_layout(RAGGED, pad_multiple)
+@pytest.mark.parametrize("beginning", [0, 20])
+def test_attention_is_that_of_the_full_mask(pad_multiple: int, beginning: int) -> None:
+    batch = packed_layout(RAGGED, pad_multiple, beginning)
+    assert batch.packed.blocks[1].beginning_length == beginning
     tensors = heads_of(len(batch.tokens))
     out = batch.layout.attend(1, *tensors, 0.3)
     expected = dense_attention(*tensors, visibility(batch), 0.3)
@@ -75,9 +80,12 @@ def test_attention_is_that_of_the_full_mask(pad_multiple: int) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 6), max_size=4)), min_size=1, max_size=4))
-def test_any_lengths(lengths: list[tuple[int, list[int]]]) -> None:
-    batch = packed_layout(lengths)
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 6), max_size=4)), min_size=1, max_size=4),
+    st.integers(0, 9),
+)
+def test_any_lengths(lengths: list[tuple[int, list[int]]], beginning: int) -> None:
+    batch = packed_layout(lengths, beginning=beginning)
     tensors = heads_of(len(batch.tokens))
     out = batch.layout.attend(1, *tensors, 1.0)
     expected = dense_attention(*tensors, visibility(batch), 1.0)

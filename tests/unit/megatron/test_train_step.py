@@ -15,6 +15,7 @@ import torch
 from grpo_mc.algorithms.denominators import Denominators
 from grpo_mc.config import AlgorithmConfig, OptimizerConfig
 from grpo_mc.data.micro_batches import GroupPart, measure, plan_micro_batches
+from grpo_mc.data.packing import pack
 from helpers.compare import assert_all_close
 from helpers.engines import single_mesh
 from helpers.training import (
@@ -59,13 +60,20 @@ def weights_of(policy: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
 
 
-@pytest.mark.parametrize("algorithm", [TOKEN_MEAN, EVERYTHING], ids=["token_mean", "everything"])
+@pytest.mark.parametrize(
+    ("algorithm", "beginning"),
+    [(TOKEN_MEAN, 0), (EVERYTHING, 0), (EVERYTHING, 20)],
+    ids=["token_mean", "everything", "everything after a shared beginning"],
+)
 def test_loss_and_gradients_are_those_of_transformers(
-    family_model: tuple[str, Path], algorithm: AlgorithmConfig, mesh: Any
+    family_model: tuple[str, Path], algorithm: AlgorithmConfig, beginning: int, mesh: Any
 ) -> None:
     """Shared prompts, packing and scored rows against every response alone with its own prompt."""
     family, folder = family_model
-    groups = make_groups(RAGGED, 264)
+    groups = make_groups(RAGGED, 264, beginning=beginning)
+    if beginning:
+        plan = plan_micro_batches([measure(group) for group in groups], 10_000, 1)[0]
+        assert {block.beginning_length for block in pack(groups, plan[0]).blocks[1:]} == {beginning}
     policy = make_policy(folder, mesh, algorithm, temperature=0.8)
     loss, gradients = step(policy, mesh, groups, 10_000)
     expected_loss, expected = transformers_step(load_transformers(folder), groups, algorithm, 0.8)
