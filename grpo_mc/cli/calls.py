@@ -94,6 +94,8 @@ def trained_model(run_dir: Path) -> Path:
         FileNotFoundError: it wrote none.
     """
     folder = run_dir / EXPORT_DIR
+    if not (run_dir / "config.yaml").is_file():
+        raise FileNotFoundError(f"{run_dir} holds no config.yaml; give a configuration file or the run.dir of a run")
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{run_dir} holds no {EXPORT_DIR}/ (the run has not finished, or checkpoint.export_hf is false); "

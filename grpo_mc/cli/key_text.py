@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from grpo_mc.config.base import Section
+from grpo_mc.config.base import Section, shorten
 from grpo_mc.config.keys import section_classes, suggest
 from grpo_mc.config.schema import Config
 
@@ -96,8 +96,8 @@ def find_key(path: str) -> tuple[type[Section], FieldInfo]:
             parent = ".".join(path.split(".")[:depth])
             if not sections:
                 raise ValueError(f"config explain: '{parent}' is a value and has no keys; ask for '{parent}'")
-            where = f"'{parent}'" if depth else "the configuration"
-            raise ValueError(f"config explain: {where} has no key '{name}'; {suggest(name, sections[0])}")
+            where = f"'{shorten(parent)}'" if depth else "the configuration"
+            raise ValueError(f"config explain: {where} has no key '{shorten(name)}'; {suggest(name, sections[0])}")
         found = holders[0], holders[0].model_fields[name]
         sections = section_classes(found[1].annotation)
     assert found is not None  # split gives at least one name

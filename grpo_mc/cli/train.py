@@ -80,10 +80,9 @@ def _train(config: Config, resume_dir: Path | None) -> int:
             raise Interrupted(signal.SIGINT, interruption_text(run_dir)) from None
     if calls.is_first_rank():
         path = write_report(run_dir)
-        display = monitor.display
-        shown = set(display.evaluated_steps) if display.is_shown else set()
-        for line in summary_lines(read_run(run_dir), shown):
-            print(line)
+        if not monitor.display.is_shown:  # else they stand above, each where it was made
+            for line in summary_lines(read_run(run_dir)):
+                print(line)
         print(f"report: {path}")
     return 0
 

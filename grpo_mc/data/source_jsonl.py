@@ -16,7 +16,8 @@ def read_jsonl(path: str) -> Iterator[Record]:
         ValueError: no such file, or a line that is not UTF-8, not JSON or not an object; names file and line.
     """
     if not Path(path).is_file():
-        raise ValueError(f"{path}: there is no such file; give the path of a JSON Lines file")
+        problem = "is a folder or no plain file" if Path(path).exists() else "there is no such file"
+        raise ValueError(f"{path}: {problem}; give the path of a JSON Lines file")
     row = 0
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):

@@ -186,7 +186,10 @@ def _clear_error(
     rank, (failure, _) = min(error.failures.items())
     if not isinstance(failure, Exception):
         return failure, None
-    message = f"{operation} checkpoint {directory}: rank {rank}: {failure}"
+    reason = failure.strerror if isinstance(failure, OSError) and failure.filename is None else None
+    message = f"{operation} checkpoint {directory}: rank {rank}: {reason or failure}"
+    if isinstance(failure, OSError) and operation == "load":
+        message += "; remove this folder to go on from an earlier checkpoint, or start anew with another run.dir"
     if isinstance(failure, OSError) and failure.errno in _NO_SPACE:
         free = shutil.disk_usage(next(parent for parent in directory.parents if parent.exists())).free / 1e9
         message += (

@@ -138,8 +138,8 @@ def open_stage(group: ProcessGroup, folder: Path | None = None) -> Stage | None:
 def _make_file(token: bytes, folder: Path | None) -> str | None:
     """A file of STAGE_BYTES that ends in the token; None where there is no room."""
     shm = Path("/dev/shm")
-    place = folder or (shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir()))
     try:
+        place = folder or (shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir()))
         handle, path = tempfile.mkstemp(prefix="grpo_mc_stage_", dir=place)
     except OSError:
         return None

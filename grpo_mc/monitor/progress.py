@@ -93,6 +93,8 @@ class ProgressDisplay:
 
     def stage(self, name: str) -> None:
         """Names what the run is doing now ("rollout", "rewards", "training", "evaluation", "checkpoint", ...)."""
+        if self._stage == "start":  # what came before, imports and weights, is no part of the first step
+            self._step_started_at = self._clock()
         self._stage, self._part_done = name, None
         self._stage_started_at = self._part_printed_at = self._clock()
         self._redraw()

@@ -8,7 +8,6 @@ is not there says so; nothing of a run's state makes the report fail.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -323,7 +322,7 @@ def _objective(run_dir: Path) -> str:
     return f'<div class="card"><pre>{html.text(formula)}</pre></div>'
 
 
-def summary_lines(data: RunData, shown: Collection[int] = ()) -> list[str]:
-    """The evaluations as lines of text for the terminal, without those of the steps in `shown`."""
-    records = [r for r in data.evaluations if evaluation_value(r) is not None and r["step"] not in shown]
+def summary_lines(data: RunData) -> list[str]:
+    """The evaluations as lines of text for the terminal."""
+    records = [record for record in data.evaluations if evaluation_value(record) is not None]
     return [f"evaluation at step {record['step']}: {evaluation_text(record)}" for record in records]

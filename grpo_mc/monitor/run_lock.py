@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from grpo_mc.data.file_lock import try_lock
@@ -35,8 +36,11 @@ class RunLock:
         self._file = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
         try:
             self._take(run_dir)
-        except BaseException:
-            self._file.close()
+        except BaseException as error:
+            with suppress(OSError):  # what could not be written is tried once more
+                self._file.close()
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(run_dir / LOCK_FILE)) from error
             raise
 
     def release(self) -> None:

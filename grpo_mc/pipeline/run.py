@@ -154,6 +154,8 @@ def generate(
     Returns:
         `num_samples` rollouts per prompt, in prompt order.
     """
+    if not model:
+        raise ValueError("generate: the model is an empty text; give a folder of weights, a .gguf file or package:NAME")
     config = Config(
         model=ModelConfig(path=model, dtype=dtype),  # type: ignore[arg-type]
         parallel=ParallelConfig(),

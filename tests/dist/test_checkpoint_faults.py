@@ -251,7 +251,8 @@ def test_loading_an_incomplete_checkpoint_is_refused(faults: Found) -> None:
 def test_flipped_bits_are_found_when_they_are_loaded(faults: Found) -> None:
     """The manifest has no checksum of large files; every tensor carries its own."""
     for found in faults:
-        assert "the content of weights_0.distcp is not what was written" in found["flipped bits"]
+        assert ": the content of weights_0.distcp is not what was written" in found["flipped bits"]
+        assert "remove this folder to go on from an earlier checkpoint" in found["flipped bits"]
 
 
 def test_failed_saves_leave_earlier_checkpoints_untouched(faults: Found) -> None:

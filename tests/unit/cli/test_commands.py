@@ -271,6 +271,9 @@ def test_eval_says_what_is_missing(project: Path, capsys: Any) -> None:
     assert "sets no evaluation.source" in capsys.readouterr().err
     (project / "run").mkdir()
     assert main(["eval", "run"]) == 2
+    assert "run holds no config.yaml" in capsys.readouterr().err
+    (project / "run/config.yaml").write_text((project / "c.yaml").read_text())
+    assert main(["eval", "run"]) == 2
     assert "run holds no model/" in capsys.readouterr().err
 
 

@@ -68,6 +68,18 @@ def test_messages_show_control_characters_as_escapes() -> None:
     assert stream.getvalue() == "a\\x1b[31m\\x00\n"
 
 
+def test_what_comes_before_the_first_step_is_no_part_of_it() -> None:
+    """A resumed run without an evaluation: the first step counted imports and the loading of weights."""
+    clock = Clock()
+    display = ProgressDisplay(3, rank=0, stream=io.StringIO(), live=False, clock=clock)
+    clock.now += 25
+    for name in ("rollout", "rewards", "train"):
+        display.stage(name)
+        clock.now += 1
+    display.step(1, {})
+    assert display.seconds_left() == pytest.approx(6.0)
+
+
 def test_one_plain_line_per_step_off_a_terminal() -> None:
     stream, clock = io.StringIO(), Clock()
     with ProgressDisplay(10, rank=0, stream=stream, clock=clock) as display:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -79,3 +80,16 @@ def test_a_file_system_without_locks_is_warned_of(
     monkeypatch.setattr(run_lock, "try_lock", refuse)
     RunLock(tmp_path).release()
     assert "nothing keeps a second run out" in caplog.text
+
+
+def test_a_lock_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """What could not be written is written again when the file is closed, which must not hide the name."""
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow, as on a full disk
+    try:
+        with pytest.raises(OSError) as caught:
+            RunLock(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(tmp_path / "run.lock")
