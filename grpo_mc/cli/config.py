@@ -38,7 +38,7 @@ def _explain(paths: list[str]) -> list[str]:
 
     blocks = []
     for path in paths or list(Config.model_fields):
-        _, field = find_key(path)
+        field = find_key(path)
         inner = list(inner_section_lines(path, field))[1:]
         # A section at the top is its keys; a key below may hold sections and still has a line of its own.
         blocks.append(

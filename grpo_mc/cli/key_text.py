@@ -78,8 +78,8 @@ def default_text(field: FieldInfo) -> str:
     return f"default {json.dumps(default, default=str)}"
 
 
-def find_key(path: str) -> tuple[type[Section], FieldInfo]:
-    """The section that holds a key, and the key's field.
+def find_key(path: str) -> FieldInfo:
+    """The field of a key.
 
     Args:
         path: "section", "section.key" and so on. Where a value may be one of several sections (`data.train`), a key of
@@ -89,7 +89,7 @@ def find_key(path: str) -> tuple[type[Section], FieldInfo]:
         ValueError: There is no such key; the message names the one that was probably meant.
     """
     sections: list[type[Section]] = [Config]
-    found: tuple[type[Section], FieldInfo] | None = None
+    found: FieldInfo | None = None
     for depth, name in enumerate(path.split(".")):
         holders = [section for section in sections if name in section.model_fields]
         if not holders:
@@ -98,8 +98,8 @@ def find_key(path: str) -> tuple[type[Section], FieldInfo]:
                 raise ValueError(f"config explain: '{parent}' is a value and has no keys; ask for '{parent}'")
             where = f"'{shorten(parent)}'" if depth else "the configuration"
             raise ValueError(f"config explain: {where} has no key '{shorten(name)}'; {suggest(name, sections[0])}")
-        found = holders[0], holders[0].model_fields[name]
-        sections = section_classes(found[1].annotation)
+        found = holders[0].model_fields[name]
+        sections = section_classes(found.annotation)
     assert found is not None  # split gives at least one name
     return found
 

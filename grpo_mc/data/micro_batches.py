@@ -137,20 +137,21 @@ def _even_out(shares: list[_Share], groups: Sequence[GroupLengths]) -> None:
     Whole groups cannot be dealt evenly when few of a batch are trained on. A rank that did not have the group feeds
     its prompt again.
     """
+    loads = [sum(groups[at].fed_tokens(samples) for at, samples in share.items()) for share in shares]
     for _ in range(4 * len(shares)):
-        loads = [sum(groups[at].fed_tokens(samples) for at, samples in share.items()) for share in shares]
         full, empty = loads.index(max(loads)), loads.index(min(loads))
         best, cut = 0.9 * loads[full], None
         for at, samples in sorted(shares[full].items()):
-            prompt = 0 if at in shares[empty] else groups[at].prompt
-            for kept in range(1, len(samples)):
-                moved = groups[at].fed_tokens(samples[kept:]) - groups[at].prompt
+            prompt, moved = 0 if at in shares[empty] else groups[at].prompt, 0
+            for kept in range(len(samples) - 1, 0, -1):
+                moved += fed_length(groups[at].length(samples[kept]))
                 fullest = max(loads[full] - moved, loads[empty] + prompt + moved)
                 if fullest < best:
-                    best, cut = fullest, (at, kept)
+                    best, cut = fullest, (at, kept, moved, prompt + moved)
         if cut is None:
             return
-        at, kept = cut
+        at, kept, moved, added = cut
+        loads[full], loads[empty] = loads[full] - moved, loads[empty] + added
         samples = shares[full][at]
         shares[full][at] = samples[:kept]
         shares[empty][at] = tuple(sorted((*shares[empty].get(at, ()), *samples[kept:])))

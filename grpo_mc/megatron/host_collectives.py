@@ -186,28 +186,26 @@ def reduce_scatter(
     """torch.distributed.reduce_scatter_tensor; in place (output is this rank's part of source) not by gloo if it can
     be. The other parts of source then keep their values."""
     shards = _shards_in_place(source, output, group)
-    if async_op or shards is None or op != dist.ReduceOp.SUM:
-        return dist.reduce_scatter_tensor(output, source, op=op, group=group, async_op=async_op)
-    if len(shards) > 1:  # else there is nothing to do; gloo would copy the whole buffer onto itself
+    if shards is not None and not async_op and op == dist.ReduceOp.SUM:
+        if len(shards) == 1:
+            return None  # gloo would copy the whole buffer onto itself
         stage = _stage_of(group)
-        if stage is None:
-            return dist.reduce_scatter_tensor(output, source, op=op, group=group)
-        stage.reduce_scatter(shards)
-    return None
+        if stage is not None:
+            return stage.reduce_scatter(shards)
+    return dist.reduce_scatter_tensor(output, source, op=op, group=group, async_op=async_op)
 
 
 def all_gather(output: Tensor, source: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """torch.distributed.all_gather_into_tensor; in place (source is this rank's part of output) not by gloo if it can
     be."""
     shards = _shards_in_place(output, source, group)
-    if async_op or shards is None:
-        return dist.all_gather_into_tensor(output, source, group=group, async_op=async_op)
-    if len(shards) > 1:
+    if shards is not None and not async_op:
+        if len(shards) == 1:
+            return None
         stage = _stage_of(group)
-        if stage is None:
-            return dist.all_gather_into_tensor(output, source, group=group)
-        stage.all_gather(shards)
-    return None
+        if stage is not None:
+            return stage.all_gather(shards)
+    return dist.all_gather_into_tensor(output, source, group=group, async_op=async_op)
 
 
 def _shards_in_place(whole: Tensor, own: Tensor, group: Any) -> list[Tensor] | None:
