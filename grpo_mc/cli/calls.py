@@ -93,9 +93,11 @@ def trained_model(run_dir: Path) -> Path:
     Raises:
         FileNotFoundError: it wrote none.
     """
+    from grpo_mc.monitor.run_files import CONFIG_FILE
+
     folder = run_dir / EXPORT_DIR
-    if not (run_dir / "config.yaml").is_file():
-        raise FileNotFoundError(f"{run_dir} holds no config.yaml; give a configuration file or the run.dir of a run")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise FileNotFoundError(f"{run_dir} holds no {CONFIG_FILE}; give a configuration file or the run.dir of a run")
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{run_dir} holds no {EXPORT_DIR}/ (the run has not finished, or checkpoint.export_hf is false); "

@@ -1,8 +1,7 @@
 """The root-mean-square norm (arXiv 1910.07467) in one call, for decoding: x / sqrt(mean(x^2) + eps) * weight.
 
-torch composes it of seven operations on the CPU, each a pass over a batch of a few dozen rows that costs more to start
-than to run. Each row is summed in an order that depends on its width alone, so its result is the same bit for bit
-whatever the other rows or the number of threads. There is no gradient: the operator decodes.
+torch composes it of several operations on the CPU, each a pass over the batch. Each row is summed in an order that
+depends on its width alone, so its result is the same bit for bit whatever the other rows or the number of threads. There is no gradient: the operator decodes.
 """
 
 from __future__ import annotations
