@@ -1,8 +1,8 @@
 """The root-mean-square norm (arXiv 1910.07467) in one call, for decoding: x / sqrt(mean(x^2) + eps) * weight.
 
 torch composes it of several operations on the CPU, each a pass over the batch. Each row is summed in an order that
-depends on its width alone, so its result is the same bit for bit whatever the other rows or the number of threads. There
-is no gradient: the operator decodes.
+depends on its width alone, so its result is the same bit for bit whatever the other rows or the number of threads.
+There is no gradient: the operator decodes.
 """
 
 from __future__ import annotations
