@@ -20,9 +20,25 @@ struct Group {
   int64_t first;
 };
 
+// The weights of the following columns, fetched line by line while the present ones are multiplied. Bursts would fill the
+// core's few slots for outstanding lines and stall it.
+template <int kCols>
+struct Fetch {
+  const float* next;  // nullptr = nothing follows
+  int64_t stride, length, interval, wait, done;
+
+  GRPO_MC_INLINE void step() {
+    if (--wait > 0) return;
+    wait = interval;
+    if (next == nullptr || done >= length) return;
+    for (int c = 0; c < kCols; ++c) __builtin_prefetch(next + c * stride + done);
+    done += kLineFloats;
+  }
+};
+
 // group.sums[r, c] (+)= x[r] . weight[c] over `length` entries, for kRows rows and kCols columns.
 template <int kRows, int kCols>
-GRPO_MC_INLINE void tile(const RowLinear& p, const Group& group, int64_t row, int64_t column, int64_t start, int64_t length) {
+GRPO_MC_INLINE void tile(const RowLinear& p, const Group& group, int64_t row, int64_t column, int64_t start, int64_t length, Fetch<kCols>& fetch) {
   const float* x = p.x + row * p.x_stride + start;
   const float* weight = p.weight + column * p.weight_stride + start;
   F8 sums[kRows][kCols];
@@ -37,7 +53,10 @@ GRPO_MC_INLINE void tile(const RowLinear& p, const Group& group, int64_t row, in
     }
   };
   int64_t k = 0;
-  for (; k + kLanes <= length; k += kLanes) step(k, [](const float* q) { return load8(q); });
+  for (; k + kLanes <= length; k += kLanes) {
+    step(k, [](const float* q) { return load8(q); });
+    fetch.step();
+  }
   if (k < length) step(k, [left = length - k](const float* q) { return load_tail(q, left, 0.0f); });
   for (int r = 0; r < kRows; ++r) {
     float* out = group.sums + (row + r) * kRowLinearGroup + column - group.first;
@@ -49,17 +68,17 @@ GRPO_MC_INLINE void tile(const RowLinear& p, const Group& group, int64_t row, in
   }
 }
 
-// All rows against kCols columns. Each tile fetches its share of `next`, the weights of the following columns.
+// All rows against kCols columns.
 template <int kCols>
 GRPO_MC_INLINE void columns(const RowLinear& p, const Group& group, int64_t column, int64_t start, int64_t length, const float* next) {
-  const int64_t share = length * kTileRows / std::max<int64_t>(p.rows, kTileRows) + 1;
-  int64_t row = 0, fetched = 0;
-  for (; row + kTileRows <= p.rows; row += kTileRows) {
-    for (const int64_t end = std::min(length, fetched + share); next != nullptr && fetched < end; fetched += kLineFloats)
-      for (int c = 0; c < kCols; ++c) __builtin_prefetch(next + c * p.weight_stride + fetched);
-    tile<kTileRows, kCols>(p, group, row, column, start, length);
-  }
-  for (; row < p.rows; ++row) tile<1, kCols>(p, group, row, column, start, length);
+  const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows, interval = tiles * kLineFloats / kLanes;
+  Fetch<kCols> fetch{next, p.weight_stride, length, interval, 1, 0};
+  int64_t row = 0;
+  // A single row would leave most sums of a tile idle: the last four rows are two tiles of two.
+  for (; row + kTileRows <= p.rows && p.rows - row != kTileRows + 1; row += kTileRows)
+    tile<kTileRows, kCols>(p, group, row, column, start, length, fetch);
+  for (; row + 2 <= p.rows; row += 2) tile<2, kCols>(p, group, row, column, start, length, fetch);
+  for (; row < p.rows; ++row) tile<1, kCols>(p, group, row, column, start, length, fetch);
 }
 
 }  // namespace
