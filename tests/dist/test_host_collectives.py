@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -66,16 +67,21 @@ def test_sums_are_taken_in_the_order_of_the_ranks_and_reach_everybody(ranks: int
     assert all(found["stages"] == [True] for found in results)
 
 
-def through_gloo(folder: str) -> list[Any]:
+def no_room(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def through_gloo() -> list[Any]:
     """What cannot or shall not go through shared memory: no room for it, not in place, another operation."""
     import torch.distributed as dist
 
     group, rank = dist.group.WORLD, dist.get_rank()
-    assert host_collectives.open_stage(group, Path(folder)) is None
-    host_collectives._stages[group] = None
+    allocate, os.posix_fallocate = os.posix_fallocate, no_room
     whole = values(rank, 8, torch.float32)
     host_collectives.reduce_scatter(whole.view(2, -1)[rank], whole, group=group)
     host_collectives.all_gather(whole, whole.view(2, -1)[rank], group=group)
+    assert host_collectives._stages == {group: None}
+    os.posix_fallocate = allocate
     host_collectives.close_stages()
     apart = torch.empty(4)
     host_collectives.reduce_scatter(apart, values(rank, 8, torch.float32), group=group)
@@ -86,8 +92,8 @@ def through_gloo(folder: str) -> list[Any]:
     return [whole, gathered, largest.view(2, -1)[rank].clone(), len(host_collectives._stages)]
 
 
-def test_what_shared_memory_cannot_do_goes_through_gloo(tmp_path: Path) -> None:
-    results = run_distributed(through_gloo, 2, str(tmp_path / "no such folder"), timeout_s=60)
+def test_what_shared_memory_cannot_do_goes_through_gloo() -> None:
+    results = run_distributed(through_gloo, 2, timeout_s=60)
     total = values(0, 8, torch.float32) + values(1, 8, torch.float32)
     largest = torch.maximum(values(0, 8, torch.float32), values(1, 8, torch.float32))
     for rank, (whole, gathered, part, stages) in enumerate(results):
@@ -119,23 +125,30 @@ def test_a_rank_that_does_not_come_ends_the_wait_after_the_groups_timeout() -> N
     assert 2.0 < seconds < 20.0
 
 
-def test_only_the_right_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_collectives, "STAGE_BYTES", 4096)
-    token = b"0123456789abcdef"
-    path = host_collectives._make_file(token, tmp_path)
-    assert path is not None
-    assert host_collectives._map_file(path, token) is not None
-    assert host_collectives._map_file(path, b"of another host.") is None
-    assert host_collectives._map_file(str(tmp_path / "absent"), token) is None
-    assert host_collectives._map_file(None, token) is None
-    Path(path).write_bytes(token)
-    assert host_collectives._map_file(path, token) is None
+def test_only_the_right_file_is_mapped(tmp_path: Path) -> None:
+    token, num_bytes = b"0123456789abcdef", 4096
+    made = host_collectives._make_file(num_bytes, token)
+    assert made is not None
+    memory = host_collectives._map_file(made, num_bytes, token)
+    assert memory is not None and memory[:num_bytes] == bytes(num_bytes)
+    opened = host_collectives._open_file(f"/proc/self/fd/{made.fileno()}")
+    assert opened is not None
+    same = host_collectives._map_file(opened, num_bytes, token)
+    assert same is not None
+    memory[7] = 42
+    assert same[7] == 42
+    assert host_collectives._map_file(opened, num_bytes, b"of another host.") is None
+    assert host_collectives._open_file(str(tmp_path / "absent")) is None
+    (tmp_path / "short").write_bytes(token)
+    short = host_collectives._open_file(str(tmp_path / "short"))
+    assert short is not None and host_collectives._map_file(short, num_bytes, token) is None
+    read, write = os.pipe()
+    pipe = host_collectives._open_file(f"/proc/self/fd/{read}")
+    assert pipe is None or host_collectives._map_file(pipe, num_bytes, token) is None
+    os.close(read)
+    os.close(write)
 
 
-def test_no_room_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    assert host_collectives._make_file(b"t" * 16, tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
+def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.posix_fallocate", no_room)
+    assert host_collectives._make_file(4096, b"t" * 16) is None
