@@ -55,13 +55,11 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
     return optimizer
 
 
-def optimizer_step(
-    ddp: DistributedDataParallel, optimizer: MegatronOptimizer, *, lr: float, clip_grad: float
-) -> tuple[bool, float]:
+def optimizer_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> tuple[bool, float]:
     """One update with gradient clipping; none when the gradient holds NaN or inf.
 
-    Gradients are clipped by scaling DDP's buffers in place; Megatron-Core without CUDA extensions would make a scaled
-    copy of every gradient.
+    Gradients are clipped in place, of the parameters that this rank updates; Megatron-Core without CUDA extensions
+    would make a scaled copy of every gradient, and its own step would measure the norm again.
 
     Args:
         lr: Learning rate of this step.
@@ -78,6 +76,6 @@ def optimizer_step(
     if not math.isfinite(norm):
         return False, norm
     if 0.0 < clip_grad < norm:
-        ddp.scale_gradients(clip_grad / (norm + 1e-6))
-    updated, _, _ = optimizer.step()
-    return bool(updated), norm
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_mul_(grads, clip_grad / (norm + 1e-6))
+    return bool(optimizer.step_with_ready_grads()), norm

@@ -140,7 +140,7 @@ class Policy:
 
     def step(self, lr: float) -> tuple[bool, float]:
         """Updates the weights; see optimizer_step."""
-        return optimizer_step(self.ddp, self.optimizer, lr=lr, clip_grad=self.clip_grad)
+        return optimizer_step(self.optimizer, lr=lr, clip_grad=self.clip_grad)
 
     def _loss(self, denominators: Denominators, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         assert batch.loss is not None
