@@ -5,7 +5,8 @@ python benchmarks/scaling.py
 Each process has one thread. Per round, alternating: dp=2 at 8 times the small batch (4 prompts x 8 samples), two
 independent runs of half that batch at the same time, then dp=2 and one process alone at the small batch and at that of
 configs/quickstart.yaml (16 x 8), for twice as many steps. Printed: rollouts a second of each (medians over the rounds;
-of a process the median step, the first not counted), and the ratios of dp=2 to the sum of the two independent processes, and to one process.
+of a process the median step, the first not counted), and the ratios of dp=2 to the sum of the two independent
+processes, and to one process.
 
 An entropy term keeps every group in training. Without it groups without spread in their rewards are left out, a step's
 work hangs on luck, and rollouts a second do not measure it; `--skip-zero-gradients` measures that, what users run.
