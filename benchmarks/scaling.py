@@ -5,9 +5,9 @@ python benchmarks/scaling.py
 Each process has one thread. Three batches: the small one (4 prompts x 8 samples), that of configs/quickstart.yaml
 (16 x 8), and 8 times the small one. Per round: dp=2, two independent runs of half the batch at the same time (what two
 cores do when nobody waits or communicates), and one process alone (not for the large batch). Every other round goes
-backwards, since a run finds the memory that the one before it left. Printed: rollouts a second of each (medians over the
-rounds; of a process the median step, the first two not counted), and the ratios of dp=2 to the two independent processes
-together and to the one alone.
+backwards, since a run finds the memory that the one before it left. Printed: rollouts a second of each (medians over
+the rounds; of a process the median step, the first two not counted), and the ratios of dp=2 to the two independent
+processes together and to the one alone.
 
 An entropy term keeps every group in training. Without it groups without spread in their rewards are left out, a step's
 work hangs on luck, and rollouts a second do not measure it; `--skip-zero-gradients` measures that, what users run.
