@@ -61,22 +61,12 @@ def mark_resumed(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": True})})
 
 
-def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its exception also written to torchrun's error file where there is one, so that the launcher's
-    summary names the first failure and not the ranks that were ended after it."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return function
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return record(function)
-
-
 def train(config: Config, *, resume_dir: Path | None, sink: RunMonitor) -> Any:
     """Runs the training loop; returns its TrainResult."""
     set_up_notices()
     from grpo_mc.pipeline.run import train as run
 
-    return recorded(run)(config, resume_dir=resume_dir, sink=sink)
+    return run(config, resume_dir=resume_dir, sink=sink)
 
 
 def evaluate(config: Config, *, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
@@ -84,7 +74,7 @@ def evaluate(config: Config, *, on_progress: Callable[[int, int], None]) -> dict
     set_up_notices()
     from grpo_mc.pipeline.run import evaluate as run
 
-    return dict(recorded(run)(config, on_progress=on_progress).record())
+    return dict(run(config, on_progress=on_progress).record())
 
 
 def trained_model(run_dir: Path) -> Path:

@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise ValueError("generate: --system goes into the chat template; add --chat")
     for name, value, least in (("--num-samples", args.num_samples, 1), ("--max-new-tokens", args.max_new_tokens, 1),
-                               ("--temperature", args.temperature, 0), ("--top-k", args.top_k, 0)):  # fmt: skip
+                               ("--temperature", args.temperature, 0), ("--top-k", args.top_k, 0),
+                               ("--seed", args.seed, 0)):  # fmt: skip
         if value < least:
             raise ValueError(f"generate: {name} is {value}; it must be at least {least}")
     if not 0 < args.top_p <= 1:

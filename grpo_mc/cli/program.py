@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import json
 import os
 import re
 import sys
@@ -130,10 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = 141
     except Exception as error:
         if not is_users_mistake(error):
+            _tell_launcher(traceback.format_exc())
             raise
         if os.environ.get("GRPO_MC_DEBUG", "0") not in ("", "0"):
             _say(traceback.format_exc().rstrip())
-        _say(f"grpo-mc: error: {describe(error)}")
+        _tell_launcher(describe(error))
+        rank = os.environ.get("RANK", "0")
+        _say(f"grpo-mc: error{'' if rank == '0' else f' on rank {rank}'}: {describe(error)}")
         status = 2
     finally:
         _say("", end="")
@@ -164,6 +168,21 @@ def _say(text: str, end: str = "\n") -> None:
         print(printable(text), file=sys.stderr, end=end, flush=True)
     except OSError:
         _silence(sys.stderr)
+
+
+def _tell_launcher(text: str) -> None:
+    """Leaves the failure where torchrun looks for it, so that its summary names the first one, and not the ranks that it
+    ended afterwards."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    text = printable(text.rstrip())
+    failure = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": failure}, file)
+    except OSError:
+        pass  # standard error has it too
 
 
 def _silence(stream: TextIO) -> None:

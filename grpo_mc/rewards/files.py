@@ -8,6 +8,7 @@ The ground truth, the domain and the columns that reward functions see are taken
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import numpy as np
 
 from grpo_mc.data.records import FinishReason, Group, Prompt, Rollout
 from grpo_mc.data.schemas import other_fields, prompt_content, read_data_source, read_ground_truth
-from grpo_mc.data.source_jsonl import read_jsonl
+from grpo_mc.data.source_jsonl import read_jsonl, read_lines
 from grpo_mc.data.sources import Record
 from grpo_mc.rewards.pool import RewardPool
 
@@ -29,11 +30,15 @@ _NO_TOKENS = np.zeros(0, np.int64)
 def read_responses(path: str | Path) -> list[Group]:
     """Groups of rollouts without tokens, good for scoring only. Every rollout's prompt has its own line's columns.
 
+    Args:
+        path: "-" = standard input.
+
     Raises:
         ValueError: no file, no response in it, or a line that is not a record; names file, line and field.
     """
     groups: list[Group] = []
-    for record in read_jsonl(str(path)):
+    name = "standard input" if str(path) == "-" else str(path)
+    for record in read_lines(sys.stdin.buffer, name) if str(path) == "-" else read_jsonl(name):
         response = record.fields.get("response")
         if not isinstance(response, str):
             example = '{"prompt": "1 + 1 =", "response": " 2", "ground_truth": "2"}'
@@ -46,7 +51,7 @@ def read_responses(path: str | Path) -> list[Group]:
         rollout = Rollout(group.group_id, sample_index, prompt, [], response, FinishReason.FINISHED, ())
         group.rollouts.append(rollout)
     if not groups:
-        raise ValueError(f"{path}: holds no response; give one object a line with at least `response`")
+        raise ValueError(f"{name}: holds no response; give one object a line with at least `response`")
     return groups
 
 

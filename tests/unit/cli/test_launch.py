@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -18,3 +19,6 @@ def test_a_users_mistake_ends_the_launcher_with_a_failure(tmp_path: Path) -> Non
     assert done.returncode != 0
     assert "none_such.yaml: cannot be read: No such file or directory" in done.output
     assert "exitcode" in done.output and ": 2" in done.output
+    assert done.output.count("grpo-mc: error: ") == 1 and "grpo-mc: error on rank 1: " in done.output
+    assert re.search("traceback : .*none_such.yaml: cannot be read", done.output), "the launcher's summary says it too"
+    assert "grpo_mc/cli" not in done.output, "no traceback of ours"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,15 @@ def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
         read_responses(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="r.jsonl: holds no response"):
         read_responses(_write(tmp_path / "r.jsonl", ""))
+
+
+def test_responses_can_come_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = b'{"response": "4", "ground_truth": "4"}\n\n{"response": 5}\n'
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines[:40])))
+    assert [rollout.text for group in read_responses("-") for rollout in group.rollouts] == ["4"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    with pytest.raises(ValueError, match="standard input line 3: field 'response' is 5"):
+        read_responses("-")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    with pytest.raises(ValueError, match="standard input: holds no response"):
+        read_responses("-")
