@@ -171,8 +171,7 @@ def _say(text: str, end: str = "\n") -> None:
 
 
 def _tell_launcher(text: str) -> None:
-    """Leaves the failure where torchrun looks for it, so that its summary names the first one, and not the ranks that it
-    ended afterwards."""
+    """Leaves the failure where torchrun looks for it: its summary then names the first one, not the ranks it ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

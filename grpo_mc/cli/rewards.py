@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error)
     parser.add_argument("action", choices=["list", "explain", "score"])
     parser.add_argument(
-        "target", nargs="?", help="the TYPE to explain, or the FILE of responses to score (- = standard input)"
+        "target", nargs="?", help="the TYPE to explain, or the FILE to score (- = standard input)"
     )
     parser.add_argument("--reward", action="append", default=[], metavar="TYPE|MAPPING", help="a reward function")
     parser.add_argument("--config", type=Path, metavar="CONFIG", help="take the functions of this configuration")
