@@ -30,9 +30,7 @@ a line of responses.jsonl: {"prompt": "1 + 1 =", "response": "The sum is 2.", "g
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error)
     parser.add_argument("action", choices=["list", "explain", "score"])
-    parser.add_argument(
-        "target", nargs="?", help="the TYPE to explain, or the FILE to score (- = standard input)"
-    )
+    parser.add_argument("target", nargs="?", help="the TYPE to explain, or the FILE to score (- = standard input)")
     parser.add_argument("--reward", action="append", default=[], metavar="TYPE|MAPPING", help="a reward function")
     parser.add_argument("--config", type=Path, metavar="CONFIG", help="take the functions of this configuration")
     parser.add_argument("--json", action="store_true", help="print one object a response")
