@@ -28,6 +28,32 @@ TORCH_LIBRARY(grpo_mc, m) {
 
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
 
+  // Codes [M, K] e4m3 and one float32 scale for each tile; the rules are in common/fp8.h.
+  m.def("quantize_fp8(Tensor x, int tile_rows, int tile_columns, bool power_of_two) -> (Tensor codes, Tensor scale)");
+  m.def("dequantize_fp8(Tensor codes, Tensor scale, int tile_rows, int tile_columns, ScalarType dtype) -> Tensor");
+  // out [M, N] (+)= a [M, K] times b [N, K] transposed, both dequantised.
+  m.def("fp8_gemm_(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool accumulate) -> ()");
+  // The same for experts: rows offsets[e] to offsets[e + 1] of a meet b [E, N, K] at e.
+  m.def(
+      "fp8_grouped_gemm_(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offsets, "
+      "bool accumulate) -> ()");
+
+  // row_map [T, K]: the row of each token's choice, -1 without one; offsets [E + 1]: the rows of each expert.
+  m.def("moe_plan(Tensor expert_ids, int num_experts, int? capacity, int align) -> (Tensor row_map, Tensor offsets)");
+  m.def("moe_permute(Tensor x, Tensor probs, Tensor row_map, int num_rows) -> (Tensor rows, Tensor row_probs)");
+  m.def("moe_permute_(Tensor(a!) rows, Tensor(b!) row_probs, Tensor x, Tensor probs, Tensor row_map) -> ()");
+  m.def("moe_unpermute(Tensor rows, Tensor row_map, Tensor? probs) -> Tensor");
+  m.def("moe_unpermute_(Tensor(a!) out, Tensor rows, Tensor row_map, Tensor? probs) -> ()");
+  m.def(
+      "moe_unpermute_backward(Tensor grad_out, Tensor rows, Tensor row_map, Tensor probs) "
+      "-> (Tensor grad_rows, Tensor grad_probs)");
+
+  // Codes [blocks, block / 2], two a byte, and scales [blocks]; the error state is read and replaced.
+  m.def(
+      "quantize_int4(Tensor x, Tensor(a!)? error_codes, Tensor(b!)? error_scale, int block, bool stochastic, "
+      "bool hadamard, int seed, int offset) -> (Tensor codes, Tensor scale)");
+  m.def("dequantize_int4_(Tensor(a!) out, Tensor codes, Tensor scale, int block, bool hadamard, bool add) -> ()");
+
   m.def(
       "group_advantages(Tensor rewards, Tensor group_ids, Tensor? valid, str baseline, str scale, int ddof, float eps) "
       "-> Tensor");

@@ -53,6 +53,74 @@ struct RowLinear {
 constexpr int64_t kRowLinearStretch = 768;  // entries summed before the lanes are added up
 constexpr int64_t kRowLinearGroup = 16;     // columns written at once: a cache line of every output row
 
+// x [rows, columns] to codes [rows, columns] and a scale for each tile of tile_rows x tile_columns entries, row by row.
+struct Fp8Quantize {
+  const void* x;
+  uint8_t* codes;
+  float* scales;
+  int64_t rows, columns, x_stride, tile_rows, tile_columns;
+  Element dtype;
+  bool power_of_two;
+};
+
+struct Fp8Dequantize {
+  const uint8_t* codes;
+  const float* scales;
+  void* out;
+  int64_t rows, columns, code_stride, tile_rows, tile_columns;
+  Element dtype;
+};
+
+// a [rows, depth] times b [columns, depth] transposed. A scale covers kFp8Block entries along the depth; of b it covers
+// b_scale_rows rows too. Strides are in elements; a row's entries are adjacent, and so are a row's scales.
+struct Fp8Gemm {
+  const uint8_t *a, *b;
+  const float *a_scale, *b_scale;
+  void* out;  // float, or bfloat16
+  int64_t rows, columns, depth, a_stride, b_stride, out_stride, b_scale_rows;
+  Element dtype;
+  bool accumulate;  // add to what `out` holds
+};
+
+constexpr int64_t kFp8PanelRows = 6;      // rows of a packed panel of a
+constexpr int64_t kFp8GroupColumns = 32;  // columns of one call's unit of work
+constexpr int64_t kFp8FewRows = 8;        // up to so many rows b is not packed
+
+// One token's output: the sum over its k experts of prob * row, rows of index -1 left out, in the order of k.
+struct MoeCombine {
+  const void* rows;       // [R, width]
+  const int64_t* map;     // [k] of this token
+  const void* probs;      // [k] float, for rows of double double; nullptr: 1
+  void* out;              // [width]
+  int64_t k, width, row_stride;
+  Element dtype;
+};
+
+// x [n] to 4-bit codes, two a byte, in blocks with a scale each; the last block is filled up with zeros. See int4.cpp.
+struct Int4Quantize {
+  const void* x;
+  uint8_t* codes;        // [blocks, block / 2]
+  float* scales;         // [blocks]
+  int8_t* error_codes;   // [blocks, block]: what earlier calls left over, added to x and replaced; nullptr: none
+  float* error_scales;   // [blocks]
+  int64_t n, block;
+  uint64_t seed, offset; // of stochastic rounding: the random number of entry i belongs to offset + i
+  Element dtype;
+  bool stochastic, hadamard;
+};
+
+struct Int4Dequantize {
+  const uint8_t* codes;
+  const float* scales;
+  void* out;             // [n]
+  int64_t n, block;
+  Element dtype;
+  bool hadamard, add;    // add to what `out` holds
+};
+
+constexpr int64_t kInt4MaxBlock = 4096;
+constexpr int kHadamardSize = 32;
+
 enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
 enum class KlKind : int { kNone, kK1, kK2, kK3 };
 enum class KlGradient : int { kDirect, kK2, kImportance };
@@ -85,6 +153,16 @@ struct PolicyTokens {
   void row_grad(const RowGrad& row, Element dtype);                                                          \
   void paged_attention_head(const PagedHead& head, Element cache);                                           \
   void row_linear_columns(const RowLinear& p, float* scratch, int64_t begin, int64_t end);                   \
+  void fp8_quantize_band(const Fp8Quantize& p, int64_t band);                                                \
+  void fp8_dequantize_row(const Fp8Dequantize& p, int64_t row);                                              \
+  void fp8_pack_panel(const Fp8Gemm& p, int64_t panel, int64_t num_panels, float* packed);                   \
+  void fp8_gemm_group(const Fp8Gemm& p, const float* packed, int64_t group, float* scratch);                 \
+  void fp8_few_rows_group(const Fp8Gemm& p, const float* rows, int64_t group);                               \
+  void moe_copy_row(const char* from, char* to, int64_t bytes);                                              \
+  void moe_combine_token(const MoeCombine& p);                                                               \
+  double moe_dot_row(const void* a, const void* b, int64_t width, Element dtype);                            \
+  void int4_quantize_block(const Int4Quantize& p, int64_t index);                                            \
+  void int4_dequantize_block(const Int4Dequantize& p, int64_t index);                                        \
   void rms_norm_row(const float* x, const float* weight, float* out, int64_t width, double eps);             \
   PolicySums policy_loss_chunk(const PolicyTokens& tokens, Element dtype, int64_t begin, int64_t end);       \
   }

@@ -6,8 +6,12 @@ groups or files.
 
 from __future__ import annotations
 
+from grpo_mc.ops.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, quantize_fp8
 from grpo_mc.ops.group_advantages import group_advantages
+from grpo_mc.ops.int4 import Int4Error, dequantize_int4, int4_error, quantize_int4
+from grpo_mc.ops.linear_logprobs import linear_logprob_stats, linear_logprobs, linear_logprobs_backward
 from grpo_mc.ops.loader import OperatorsMissing, info
+from grpo_mc.ops.moe import moe_permute, moe_route, moe_unpermute
 from grpo_mc.ops.paged_attention import paged_attention
 from grpo_mc.ops.policy_loss import PolicyLoss, policy_loss
 from grpo_mc.ops.rms_norm import rms_norm
@@ -15,12 +19,26 @@ from grpo_mc.ops.row_linear import row_linear
 from grpo_mc.ops.token_logprobs import token_logprob_stats, token_logprobs, token_logprobs_backward
 
 __all__ = [
+    "Int4Error",
     "OperatorsMissing",
     "PolicyLoss",
+    "dequantize_fp8",
+    "dequantize_int4",
+    "fp8_gemm",
+    "fp8_grouped_gemm",
     "group_advantages",
     "info",
+    "int4_error",
+    "linear_logprob_stats",
+    "linear_logprobs",
+    "linear_logprobs_backward",
+    "moe_permute",
+    "moe_route",
+    "moe_unpermute",
     "paged_attention",
     "policy_loss",
+    "quantize_fp8",
+    "quantize_int4",
     "rms_norm",
     "row_linear",
     "token_logprob_stats",

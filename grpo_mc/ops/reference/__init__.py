@@ -7,7 +7,11 @@ operators with them, benchmarks take them as the baseline.
 
 from __future__ import annotations
 
+from grpo_mc.ops.reference.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, quantize_fp8
 from grpo_mc.ops.reference.group_advantages import group_advantages
+from grpo_mc.ops.reference.int4 import dequantize_int4, quantize_int4
+from grpo_mc.ops.reference.linear_logprobs import linear_logprob_stats, linear_logprobs
+from grpo_mc.ops.reference.moe import moe_permute, moe_route, moe_unpermute
 from grpo_mc.ops.reference.paged_attention import paged_attention
 from grpo_mc.ops.reference.policy_loss import policy_loss
 from grpo_mc.ops.reference.rms_norm import rms_norm
@@ -15,9 +19,20 @@ from grpo_mc.ops.reference.row_linear import row_linear
 from grpo_mc.ops.reference.token_logprobs import token_logprob_stats, token_logprobs, token_logprobs_backward
 
 __all__ = [
+    "dequantize_fp8",
+    "dequantize_int4",
+    "fp8_gemm",
+    "fp8_grouped_gemm",
     "group_advantages",
+    "linear_logprob_stats",
+    "linear_logprobs",
+    "moe_permute",
+    "moe_route",
+    "moe_unpermute",
     "paged_attention",
     "policy_loss",
+    "quantize_fp8",
+    "quantize_int4",
     "rms_norm",
     "row_linear",
     "token_logprob_stats",
