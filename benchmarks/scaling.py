@@ -6,8 +6,8 @@ Each process has one thread. Three batches: the small one (4 prompts x 8 samples
 (16 x 8), and 8 times the small one. Per round: dp=2, two independent runs of half the batch at the same time (what two
 cores do when nobody waits or communicates), and one process alone (not for the large batch). Every other round goes
 backwards, since a run finds the memory that the one before it left. Printed: rollouts a second of each (medians over
-the rounds; of a process the median step, the first two not counted), and the ratios of dp=2 to the two independent
-processes together and to the one alone.
+the rounds; of a process the median step, the first two not counted), and of dp=2 the ratios to the two independent
+processes together and to the one alone: medians of the ratios in one round, which share the machine's mood.
 
 An entropy term keeps every group in training. Without it groups without spread in their rewards are left out, a step's
 work hangs on luck, and rollouts a second do not measure it; `--skip-zero-gradients` measures that, what users run.
@@ -92,12 +92,15 @@ def main() -> None:
             rates[name].append(cases[name]())
             print(f"round {round_index + 1} {name}: {rates[name][-1]:.2f} rollouts/s", file=sys.stderr, flush=True)
     middle = {name: statistics.median(values) for name, values in rates.items()}
+    ratios: dict[str, float] = {}
+    for name, values in rates.items():
+        dp2 = rates.get(f"dp2 {name.split()[-1]}")
+        if dp2 is not None and not name.startswith("dp2"):
+            ratios[name] = statistics.median(ours / other for ours, other in zip(dp2, values, strict=True))
     rows = [["case", "rollouts/s", "dp2 / this"]]
-    for name, rate in middle.items():
-        dp2 = middle.get(f"dp2 {name.split()[-1]}")
-        rows.append([name, f"{rate:.2f}", "" if dp2 is None or name.startswith("dp2") else f"{dp2 / rate:.2f}"])
+    rows += [[name, f"{rate:.2f}", f"{ratios[name]:.2f}" if name in ratios else ""] for name, rate in middle.items()]
     measure.print_table("data parallelism, one thread a process", rows)
-    print(json.dumps({"medians": middle, "rounds": rates, "machine": measure.machine()}))
+    print(json.dumps({"ratios": ratios, "medians": middle, "rounds": rates, "machine": measure.machine()}))
 
 
 if __name__ == "__main__":
