@@ -96,7 +96,7 @@ def main() -> None:
     for name, values in rates.items():
         dp2 = rates.get(f"dp2 {name.split()[-1]}")
         if dp2 is not None and not name.startswith("dp2"):
-            ratios[name] = statistics.median(ours / other for ours, other in zip(dp2, values, strict=True))
+            ratios[name] = statistics.median(both / other for both, other in zip(dp2, values, strict=True))
     rows = [["case", "rollouts/s", "dp2 / this"]]
     rows += [[name, f"{rate:.2f}", f"{ratios[name]:.2f}" if name in ratios else ""] for name, rate in middle.items()]
     measure.print_table("data parallelism, one thread a process", rows)
