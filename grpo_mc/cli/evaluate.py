@@ -21,6 +21,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] CONFIG|RUN_DIR [section.key=value ...]"
     parser.add_argument("arguments", nargs="+", metavar="CONFIG|RUN_DIR section.key=value",
                         help="a YAML file or a run directory, then overrides")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -28,12 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from grpo_mc.cli import calls
-    from grpo_mc.cli.inputs import split_config_and_overrides
+    from grpo_mc.cli.inputs import refuse_missing, split_config_and_overrides
     from grpo_mc.monitor import ProgressDisplay
     from grpo_mc.monitor.run_files import to_line
 
     place, overrides = split_config_and_overrides(args.arguments, needs_config=True)
     assert place is not None
+    refuse_missing("eval", place, "a configuration file or the run.dir of a run")
     if place.is_dir():
         # The run's own settings first, so that an override given here wins.
         overrides = [f"model.path={calls.trained_model(place)}", "model.tokenizer=null", *overrides]

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from grpo_mc.cli import calls
+    from grpo_mc.cli.inputs import refuse_missing
     from grpo_mc.data.text import printable
     from grpo_mc.monitor.run_files import to_line
 
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"generate: {name} is {value}; it must be at least {least}")
     if not 0 < args.top_p <= 1:
         raise ValueError(f"generate: --top-p is {args.top_p}; it must be above 0 and at most 1")
+    if "/" in args.model:
+        refuse_missing("generate", Path(args.model), "a folder of weights, a .gguf file, package:NAME or a RUN_DIR")
     model = str(calls.trained_model(Path(args.model))) if (Path(args.model) / "config.yaml").exists() else args.model
     rollouts = calls.generate(
         model, prompts, chat=args.chat, system_prompt=args.system, num_samples=args.num_samples,

@@ -36,6 +36,23 @@ def _is_there(path: Path) -> bool:
         return False
 
 
+def refuse_missing(command: str, path: Path, needed: str) -> None:
+    """Refuses a path where there is nothing; the message names the newest of its neighbours that begin alike.
+
+    Args:
+        command: What the message begins with.
+        needed: What to give instead, "the run.dir of a run", say.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+    """
+    if _is_there(path):
+        return
+    alike = sorted(path.parent.glob(f"{path.name}*"), key=lambda place: place.stat().st_mtime) if path.name else []
+    hint = f"; there is {alike[-1]}" if alike else ""
+    raise FileNotFoundError(f"{command}: there is no {path}{hint}; give {needed}")
+
+
 def parse_rewards(specifications: Sequence[str]) -> RewardsConfig:
     """Reward functions, each a type ("math") or a YAML mapping ("{type: numeric, tolerance: 0.01}"), as a section.
 

@@ -22,8 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from grpo_mc.cli.inputs import refuse_missing
     from grpo_mc.monitor.report import read_run, summary_lines, write_report
 
+    refuse_missing("report", args.run_dir, "the run.dir of a run")
     path = write_report(args.run_dir, args.output)
     for line in summary_lines(read_run(args.run_dir)):
         print(line)

@@ -28,6 +28,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] CONFIG [section.key=value ...]"
     parser.add_argument("arguments", nargs="*", metavar="CONFIG section.key=value",
                         help="the YAML file (left out with --resume), then overrides")  # fmt: skip
     parser.add_argument("--resume", metavar="RUN_DIR", type=Path, help="go on with this run")
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from grpo_mc.cli import calls
-    from grpo_mc.cli.inputs import split_config_and_overrides
+    from grpo_mc.cli.inputs import refuse_missing, split_config_and_overrides
 
     config_path, overrides = split_config_and_overrides(args.arguments, needs_config=args.resume is None)
     if args.resume is not None:
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
                 f"train --resume: got the config file {config_path} too; the run's own config.yaml holds, "
                 "give changes as section.key=value"
             )
+        refuse_missing("train --resume", args.resume, "the run.dir of a run")
         config_path = args.resume / "config.yaml"
         if not config_path.is_file():
             raise FileNotFoundError(f"train --resume: {args.resume} holds no config.yaml; give the run.dir of a run")
@@ -84,6 +86,8 @@ def _train(config: Config, resume_dir: Path | None) -> int:
             for line in summary_lines(read_run(run_dir)):
                 print(line)
         print(f"report: {path}")
+        if (run_dir / calls.EXPORT_DIR).is_dir():
+            print(f"next: grpo-mc eval {run_dir}, or grpo-mc generate {run_dir} --prompt TEXT")
     return 0
 
 

@@ -233,6 +233,6 @@ def _refuse_used_directory(run_dir: Path) -> None:
     for name, count in counts.items():
         if count:
             raise ValueError(
-                f"train: run.dir {run_dir} already holds {count} {name} of a run; continue it with "
-                f"`grpo-mc train --resume {run_dir}`, or give another run.dir"
+                f"train: run.dir {run_dir} already holds {count} {name} of a run; give another run.dir, or continue "
+                f"it with `train --resume {run_dir}`, on as many processes"
             )

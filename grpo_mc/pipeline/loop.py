@@ -106,7 +106,9 @@ class TrainingRun:
             self.sink.resume(-1)
         else:
             self._restore(self.keeper.load(latest.path, latest.step))
-            self.sink.message(f"resume: step {self.step}, from {latest.path}")
+            steps = self.config.run.steps
+            done = f"; {steps} steps are done, raise run.steps for more" if self.step >= steps else ""
+            self.sink.message(f"resume: step {self.step}, from {latest.path}{done}")
             self.sink.resume(self.step)
         if self.mesh.rank == 0:
             self.log.truncate_after(self.step)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from grpo_mc.cli.inputs import parse_rewards, split_config_and_overrides
+from grpo_mc.cli.inputs import parse_rewards, refuse_missing, split_config_and_overrides
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,14 @@ def test_a_mistake_in_a_reward_is_named(text: str, message: str) -> None:
 def test_an_override_longer_than_any_file_name_is_an_override() -> None:
     override = "run.seed=" + "1" * 5000
     assert split_config_and_overrides(["a.yaml", override], needs_config=True) == (Path("a.yaml"), [override])
+
+
+def test_a_missing_path_names_its_newest_neighbour(tmp_path: Path) -> None:
+    for name in ("run-1", "run-2", "other"):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / "run-1", (1, 1))
+    with pytest.raises(FileNotFoundError, match=r"eval: there is no .*/run; there is .*/run-2; give a thing"):
+        refuse_missing("eval", tmp_path / "run", "a thing")
+    with pytest.raises(FileNotFoundError, match=r"there is no .*/none; give a thing"):
+        refuse_missing("eval", tmp_path / "none", "a thing")
+    refuse_missing("eval", tmp_path / "run-1", "a thing")

@@ -87,11 +87,11 @@ def test_no_command_prints_the_help_and_fails() -> None:
         (["--vers"], None),
         (["--nonsense"], "unrecognized arguments: --nonsense; see `grpo-mc --help`"),
         (["report"], "the following arguments are required: RUN_DIR; see `grpo-mc report --help`"),
-        (["report", "none_such"], "report: none_such is no directory"),
+        (["report", "none_such"], "report: there is no none_such; give the run.dir"),
         (["train"], "no config file given"),
         (["train", "a.yaml", "b.yaml"], "got 2 config files (a.yaml, b.yaml)"),
         (["train", "none_such.yaml"], "none_such.yaml: cannot be read"),
-        (["train", "--resume", "none_such"], "train --resume: none_such holds no config.yaml"),
+        (["train", "--resume", "none_such"], "train --resume: there is no none_such"),
         (["train", "x.yaml", "--resume", "runs/a"], "got the config file x.yaml too"),
         (["rewards", "explain"], "needs a TYPE"),
         (["rewards", "score", "none.jsonl"], "either --config CONFIG or at least one --reward"),
@@ -125,7 +125,7 @@ def test_the_traceback_of_a_mistake_is_there_when_asked_for(monkeypatch: pytest.
     assert main(["report", "none_such"]) == 2
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
-    assert err.splitlines()[-1].startswith("grpo-mc: error: report: none_such")
+    assert err.splitlines()[-1].startswith("grpo-mc: error: report: there is no none_such")
 
 
 def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_a_failed_process_ends_although_an_exit_handler_waits() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, cwd=REPOSITORY)
     assert done.returncode == 2
     assert time.monotonic() - started < 40
-    assert done.stderr.startswith("grpo-mc: error: report: none_such is no directory")
+    assert done.stderr.startswith("grpo-mc: error: report: there is no none_such")
 
 
 def test_the_bound_leaves_time_for_a_normal_end() -> None:
