@@ -1,9 +1,11 @@
 // Argument checks shared by the CPU operators. A message says operation, what was got, and what is needed.
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 
 #include <cmath>
+#include <initializer_list>
 
 #include "cpu/kernels.h"
 
@@ -12,6 +14,15 @@ namespace grpo_mc {
 inline void check_vector(const char* op, const char* name, const at::Tensor& x, int64_t size, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == size, op, ": ", name, " has shape ", x.sizes(), "; it must be [", size, "]");
   TORCH_CHECK_VALUE(x.scalar_type() == dtype, op, ": ", name, " has dtype ", x.scalar_type(), "; it must be ", dtype);
+}
+
+// What is written may share no memory with itself or with what is read.
+inline void check_no_overlap(const char* op, const char* name, const at::Tensor& written, std::initializer_list<at::Tensor> read) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(written) != at::MemOverlap::Yes, op, ": ", name, " has strides ", written.strides(),
+                    "; its entries must lie apart");
+  for (const at::Tensor& x : read)
+    TORCH_CHECK_VALUE(!x.defined() || !written.is_alias_of(x) || at::get_overlap_status(written, x) == at::MemOverlapStatus::No, op, ": ", name,
+                      " shares memory with an input; give it memory of its own");
 }
 
 inline void check_finite(const char* op, const char* name, double value) {

@@ -116,6 +116,7 @@ Operands check_operands(const char* op, const Tensor& out, const Tensor& a, cons
   TORCH_CHECK_VALUE(out.scalar_type() == at::kFloat || out.scalar_type() == at::kBFloat16, op, ": out_dtype is ", out.scalar_type(),
                     "; it must be Float or BFloat16");
   check_accumulator(op, out, {a.size(0), columns}, out.scalar_type());
+  check_no_overlap(op, "accumulate_into", out, {a, a_scale, b, b_scale});
   return {with_adjacent_columns(a), a_scale.contiguous(), with_adjacent_columns(b), b_scale.contiguous()};
 }
 

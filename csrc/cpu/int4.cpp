@@ -72,6 +72,7 @@ void dequantize_int4_(Tensor& out, const Tensor& codes, const Tensor& scales, in
   TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat && scales.numel() == blocks, op, ": scale is ", scales.scalar_type(), " ",
                     scales.sizes(), "; it must be Float [", blocks, "]");
   check_contiguous(op, "out", out);
+  check_no_overlap(op, "out", out, {codes, scales});
   const Tensor from = codes.contiguous(), factors = scales.contiguous();
   Int4Dequantize p{};
   p.dtype = element_of(op, "out", out, false);

@@ -17,6 +17,7 @@ namespace {
 
 using at::Tensor;
 
+constexpr int64_t kMost = 1 << 20;  // experts, and rows that an expert is filled up to
 constexpr int64_t kGrainBytes = 1 << 17;  // of rows; less is not worth another thread
 
 int64_t grain(int64_t bytes) { return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, bytes)); }
@@ -28,9 +29,9 @@ std::tuple<Tensor, Tensor> moe_plan(const Tensor& expert_ids, int64_t num_expert
   const char* op = "moe_permute";
   TORCH_CHECK_VALUE(expert_ids.dim() == 2 && expert_ids.scalar_type() == at::kLong, op, ": expert_ids is ", expert_ids.scalar_type(), " ",
                     expert_ids.sizes(), "; it must be Long [T, K]");
-  TORCH_CHECK_VALUE(num_experts >= 1, op, ": num_experts is ", num_experts, "; it must be at least 1");
+  TORCH_CHECK_VALUE(num_experts >= 1 && num_experts <= kMost, op, ": num_experts is ", num_experts, "; it must be 1 to ", kMost);
   TORCH_CHECK_VALUE(!capacity || *capacity >= 0, op, ": capacity is ", capacity.value_or(0), "; it must be at least 0");
-  TORCH_CHECK_VALUE(align >= 1, op, ": align is ", align, "; it must be at least 1");
+  TORCH_CHECK_VALUE(align >= 1 && align <= kMost, op, ": align is ", align, "; it must be 1 to ", kMost);
   const Tensor ids = expert_ids.contiguous();
   const int64_t* expert = ids.const_data_ptr<int64_t>();
   const int64_t choices = ids.numel();
@@ -91,6 +92,7 @@ void moe_permute_(Tensor& rows, Tensor& row_probs, const Tensor& x, const Tensor
   TORCH_CHECK_VALUE(x.size(0) == row_map.size(0), op, ": x has ", x.size(0), " rows and expert_ids ", row_map.size(0), "; they must be the same");
   TORCH_CHECK_VALUE(rows.size(1) == x.size(1) && rows.scalar_type() == x.scalar_type() && rows.stride(1) == 1, op, ": out is ",
                     rows.scalar_type(), " ", rows.sizes(), "; it must be ", x.scalar_type(), " [R, ", x.size(1), "] with adjacent columns");
+  check_no_overlap(op, "out", rows, {x, probs, row_map});
   const Tensor from = with_adjacent_columns(x), map = row_map.contiguous();
   const int64_t num_rows = rows.size(0), k = map.size(1), size = x.element_size(), bytes = x.size(1) * size;
   const std::vector<int64_t> source = sources(op, map, num_rows);
@@ -142,6 +144,7 @@ void moe_unpermute_(Tensor& out, const Tensor& rows, const Tensor& row_map, cons
                         out.stride(1) == 1,
                     op, ": out is ", out.scalar_type(), " ", out.sizes(), "; it must be ", rows.scalar_type(), " [", row_map.size(0), ", ",
                     rows.size(1), "] with adjacent columns");
+  check_no_overlap(op, "out", out, {rows, row_map, probs.value_or(Tensor())});
   const Tensor from = with_adjacent_columns(rows), map = row_map.contiguous(), weights = weights_of(probs, rows);
   sources(op, map, rows.size(0));
   const int64_t k = map.size(1), size = rows.element_size(), out_stride = out.stride(0) * size;

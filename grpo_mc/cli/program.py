@@ -54,6 +54,7 @@ examples:
 `grpo-mc COMMAND --help` shows a command's options and examples. GRPO_MC_DEBUG=1 shows tracebacks.
 """
 
+_GLOO_LOST = re.compile(r"gloo.*(Timed out waiting|Connection closed by peer|Connection reset|Broken pipe)", re.S)
 _USER_ERRNOS = frozenset(
     {
         errno.ENOENT,
@@ -218,7 +219,16 @@ def is_users_mistake(error: BaseException) -> bool:
         kinds = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
         return error.errno in _USER_ERRNOS or isinstance(error, kinds)
     by_name = ("OperatorsMissing", "CheckpointError")  # importing them here would import torch
-    return isinstance(error, ValueError) or type(error).__name__ in by_name or is_out_of_memory(error)
+    if isinstance(error, ValueError) or type(error).__name__ in by_name:
+        return True
+    return is_out_of_memory(error) or is_lost_rank(error)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """True for what a rank gets that waits for one that ended or hangs: an exception of ours, or gloo's RuntimeError,
+    which only its text tells apart."""
+    from_gloo = isinstance(error, RuntimeError) and _GLOO_LOST.search(str(error)) is not None
+    return type(error).__name__ == "LostRank" or from_gloo
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -236,6 +246,8 @@ def describe(error: BaseException) -> str:
         return f"{error.strerror}{place}"
     if is_out_of_memory(error):
         return _describe_out_of_memory(error)
+    if is_lost_rank(error):
+        return f"another rank has ended or did not answer within parallel.timeout_s; see its own message ({error})"
     text = str(error).strip() or type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

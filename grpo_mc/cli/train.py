@@ -9,6 +9,7 @@ with the overrides given.
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -87,7 +88,8 @@ def _train(config: Config, resume_dir: Path | None) -> int:
                 print(line)
         print(f"report: {path}")
         if (run_dir / calls.EXPORT_DIR).is_dir():
-            print(f"next: grpo-mc eval {run_dir}, or grpo-mc generate {run_dir} --prompt TEXT")
+            place = shlex.quote(str(run_dir))
+            print(f"next: grpo-mc eval {place}, or grpo-mc generate {place} --prompt TEXT")
     return 0
 
 

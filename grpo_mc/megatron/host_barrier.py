@@ -28,6 +28,10 @@ def cells_bytes(ranks: int) -> int:
     return ranks * _CELL
 
 
+class LostRank(RuntimeError):
+    """Another rank has ended or does not come."""
+
+
 class HostBarrier:
     """The barrier of one group of ranks; each makes its own, and all must have made theirs before the first wait."""
 
@@ -50,7 +54,7 @@ class HostBarrier:
         """Returns when every rank has called this as often as this one.
 
         Raises:
-            RuntimeError: A rank has ended without arriving, or did not arrive within timeout_s.
+            LostRank: A rank has ended without arriving, or did not arrive within timeout_s.
         """
         self._arrivals += 1
         self._counters[self._own * _WORDS] = self._arrivals
@@ -73,11 +77,9 @@ class HostBarrier:
     def _check(self, late: list[int], waited_s: float) -> None:
         ended = [rank for rank in late if self._has_ended(rank)]
         if ended := [rank for rank in ended if rank in self._late()]:  # not if it arrived first
-            raise RuntimeError(
-                f"rank {ended[0]} of the group has ended while the others wait for it; see its own message"
-            )
+            raise LostRank(f"rank {ended[0]} of the group has ended while the others wait for it; see its own message")
         if waited_s > self.timeout_s:
-            raise RuntimeError(
+            raise LostRank(
                 f"timed out: rank {late[0]} of the group did not arrive within {self.timeout_s:.0f} s;"
                 " see what it does, or raise parallel.timeout_s"
             )

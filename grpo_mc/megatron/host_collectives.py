@@ -140,13 +140,21 @@ def open_stage(group: ProcessGroup) -> Stage | None:
     if path is not None and not makes:
         file = _open_file(path)
     memory = _map_file(file, num_bytes, token) if file is not None else None
-    stage = Stage(group, file, memory) if file is not None and memory is not None else None
+    stage = _make_stage(group, file, memory) if file is not None and memory is not None else None
     everywhere: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, stage is not None, group=group)
     if all(everywhere):
         return stage
     _log.info("ranks %s share no memory and talk through gloo", dist.get_process_group_ranks(group))
     return None
+
+
+def _make_stage(group: ProcessGroup, file: IO[bytes], memory: mmap.mmap) -> Stage | None:
+    """None where the file cannot be locked."""
+    try:
+        return Stage(group, file, memory)
+    except OSError:
+        return None
 
 
 def _make_file(num_bytes: int, token: bytes) -> IO[bytes] | None:

@@ -6,7 +6,19 @@ meta device it would compute nothing and return tensors without data.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+
+def check_written(op: str, name: str, tensor: Tensor) -> None:
+    """Refuses a tensor that an operator shall write into although autograd follows it, and tells autograd otherwise.
+
+    Raises:
+        ValueError: it needs a gradient.
+    """
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ValueError(f"{op}: {name} is written in place and needs a gradient; detach it, or use torch.no_grad()")
+    torch.autograd.graph.increment_version(tensor)
 
 
 def check_devices(op: str, **tensors: Tensor | None) -> None:

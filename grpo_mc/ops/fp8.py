@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_mc.ops.device import check_devices
+from grpo_mc.ops.device import check_devices, check_written
 from grpo_mc.ops.loader import load
 
 load()
@@ -94,6 +94,7 @@ def fp8_gemm(
     """
     check_devices("fp8_gemm", a=a, a_scale=a_scale, b=b, b_scale=b_scale, accumulate_into=accumulate_into)
     if accumulate_into is not None:
+        check_written("fp8_gemm", "accumulate_into", accumulate_into)
         torch.ops.grpo_mc.fp8_gemm_(accumulate_into, a, a_scale, b, b_scale, True)
         return accumulate_into
     rows, columns = (x.shape[0] if x.dim() == 2 else 0 for x in (a, b))  # the operator refuses other shapes
@@ -132,6 +133,7 @@ def fp8_grouped_gemm(
         "fp8_grouped_gemm", a=a, a_scale=a_scale, b=b, b_scale=b_scale, offsets=offsets, accumulate_into=accumulate_into
     )
     if accumulate_into is not None:
+        check_written("fp8_grouped_gemm", "accumulate_into", accumulate_into)
         torch.ops.grpo_mc.fp8_grouped_gemm_(accumulate_into, a, a_scale, b, b_scale, offsets, True)
         return accumulate_into
     rows, columns = a.shape[0] if a.dim() == 2 else 0, b.shape[1] if b.dim() == 3 else 0

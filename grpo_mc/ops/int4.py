@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_mc.ops.device import check_devices
+from grpo_mc.ops.device import check_devices, check_written
 from grpo_mc.ops.loader import load
 
 load()
@@ -103,6 +103,8 @@ def dequantize_int4(
         raise ValueError(f"dequantize_int4: codes have shape {list(codes.shape)}; they must be [B, block / 2]")
     if add_to is not None and add_to.shape != torch.Size(shape):
         raise ValueError(f"dequantize_int4: add_to has shape {list(add_to.shape)}; it must be {list(shape)}")
+    if add_to is not None:
+        check_written("dequantize_int4", "add_to", add_to)
     out = add_to if add_to is not None else torch.empty(shape, dtype=dtype, device=codes.device)
     torch.ops.grpo_mc.dequantize_int4_(out, codes, scale, 2 * codes.shape[1], hadamard, add_to is not None)
     return out

@@ -117,8 +117,9 @@ def linear_logprobs_backward(
             logits, targets, lse, entropy, grad_logprobs, grad_entropy, temperature=temperature,
             vocab_start=vocab_start + first, vocab_size=vocab_size, inplace=True,
         )  # fmt: skip
-        if grad_hidden is not None:
-            grad_hidden.addmm_(grad, part)
+        real = min(max(vocab_size - vocab_start - first, 0), len(part))  # padding may hold anything, NaN too
+        if grad_hidden is not None and real:
+            grad_hidden.addmm_(grad[:, :real], part[:real])
         if grad_weight is not None:
             torch.mm(grad.t(), rows, out=grad_weight[first : first + len(part)])
     return (

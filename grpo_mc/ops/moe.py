@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mc.ops.device import check_devices
+from grpo_mc.ops.device import check_devices, check_written
 from grpo_mc.ops.loader import load
 
 load()
+
+_LEAST_SUM = 1e-20
+"""Added to the sum of a token's weights, so that weights of 0 stay 0."""
 
 
 def moe_route(
@@ -52,7 +55,8 @@ def moe_route(
     choice = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
     expert_ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     probs = scores.gather(1, expert_ids)
-    return expert_ids, probs / probs.sum(-1, keepdim=True) if normalize else probs
+    probs = torch.where(scores.isnan().any(-1, keepdim=True), torch.nan, probs)
+    return expert_ids, probs / (probs.sum(-1, keepdim=True) + _LEAST_SUM) if normalize else probs
 
 
 def moe_permute(
@@ -88,6 +92,7 @@ def moe_permute(
     num_rows = int(offsets[-1])
     if out is None:
         return (*torch.ops.grpo_mc.moe_permute(x, probs, row_map, num_rows), row_map, offsets)
+    check_written("moe_permute", "out", out)
     if torch.is_grad_enabled() and (x.requires_grad or probs.requires_grad):
         raise ValueError("moe_permute: out is given and x or probs needs a gradient; leave out away, or detach them")
     if out.dim() != 2 or out.shape[0] < num_rows:
@@ -115,6 +120,7 @@ def moe_unpermute(rows: Tensor, row_map: Tensor, probs: Tensor | None, *, out: T
     check_devices("moe_unpermute", rows=rows, row_map=row_map, probs=probs, out=out)
     if out is None:
         return torch.ops.grpo_mc.moe_unpermute(rows, row_map, probs)
+    check_written("moe_unpermute", "out", out)
     if torch.is_grad_enabled() and (rows.requires_grad or (probs is not None and probs.requires_grad)):
         raise ValueError(
             "moe_unpermute: out is given and rows or probs needs a gradient; leave out away, or detach them"

@@ -340,3 +340,19 @@ def test_random_shapes(
     operands = gemm_operands(m, n, k, wide_b=flag, seed=seed)
     want = reference.fp8_gemm(*operands, out_dtype=torch.float64)
     assert_close(ops.fp8_gemm(*operands, out_dtype=torch.float32), want, 3e-6, (m, n, k))
+
+
+def test_what_is_added_to_lies_apart_and_autograd_knows() -> None:
+    a, a_scale, b, b_scale = gemm_operands(6, 7, 200)
+    row = torch.zeros(1, 7)
+    with pytest.raises(ValueError, match="its entries must lie apart"):
+        ops.fp8_gemm(a, a_scale, b, b_scale, accumulate_into=row.expand(6, 7))
+    with pytest.raises(ValueError, match="shares memory with an input"):
+        ops.fp8_gemm(a[:1], a_scale[:1], b[:2], b_scale, accumulate_into=a_scale[:1])
+    weight = torch.zeros(6, 7, requires_grad=True)
+    with pytest.raises(ValueError, match="needs a gradient"):
+        ops.fp8_gemm(a, a_scale, b, b_scale, accumulate_into=weight)
+    before = weight._version
+    with torch.no_grad():
+        ops.fp8_gemm(a, a_scale, b, b_scale, accumulate_into=weight)
+    assert weight._version > before

@@ -102,6 +102,16 @@ def test_huge_logits_and_one_wide_gap() -> None:
     assert float(got[1][2]) == pytest.approx(math.log(5001), rel=1e-6)
 
 
+def test_padding_may_hold_anything() -> None:
+    x, weight, targets = problem(6, 8, 2100, vocab_size=2050)
+    weight[2050:] = torch.nan
+    got = gradients(ops.linear_logprobs, x, weight, targets, vocab_size=2050)
+    want = gradients(reference.linear_logprobs, x, weight[:2050], targets)
+    for ours, theirs in zip(got[:3], want[:3], strict=True):
+        assert_close(ours, theirs, 1e-5)
+    assert not got[3][2050:].any()
+
+
 def test_gradcheck() -> None:
     x, weight, targets = problem(4, 3, 7, dtype=torch.float64)
     x.requires_grad_(), weight.requires_grad_()

@@ -186,6 +186,28 @@ def test_a_route_of_half_numbers_is_computed_in_float() -> None:
     assert math.isclose(float(probs), 1 / (1 + math.exp(-1)), rel_tol=1e-6)
 
 
+def test_a_bad_logit_is_seen_and_weights_of_zero_stay_zero() -> None:
+    logits = torch.zeros(2, 4)
+    logits[0, 1] = NAN
+    for score in ("softmax", "sigmoid"):
+        _, probs = ops.moe_route(logits, top_k=2, score=score)
+        assert probs.isnan().tolist() == [[True, True], [False, False]]
+    _, probs = ops.moe_route(torch.full((1, 4), -200.0), top_k=2, score="sigmoid", normalize=True)
+    assert probs.tolist() == [[0.0, 0.0]]
+
+
+def test_outputs_lie_apart() -> None:
+    x, ids, probs = batch(6, 4, 2, 9, none=0.0)
+    with pytest.raises(ValueError, match="its entries must lie apart"):
+        ops.moe_permute(x, ids, probs, num_experts=4, out=torch.zeros(1, 9).expand(12, 9))
+    memory = torch.zeros(12, 9)
+    with pytest.raises(ValueError, match="shares memory with an input"):
+        ops.moe_permute(memory[:6], ids, probs, num_experts=4, out=memory)
+    rows, _, row_map, _ = ops.moe_permute(x, ids, probs, num_experts=4)
+    with pytest.raises(ValueError, match="shares memory with an input"):
+        ops.moe_unpermute(rows, row_map, None, out=rows[:6])
+
+
 def permute(ids: list[list[int]] = [[1], [0]], rows: int = 2, **options: Any) -> Any:  # noqa: B006 - never changed
     probs = torch.ones(options.pop("probs", (2, 1)))
     x = torch.ones(rows, 3, requires_grad=options.pop("requires_grad", False))
@@ -201,6 +223,8 @@ def permute(ids: list[list[int]] = [[1], [0]], rows: int = 2, **options: Any) ->
         (lambda: permute(probs=(2, 2)), "probs has shape"),
         (lambda: permute(num_experts=0), "num_experts is 0"),
         (lambda: permute(align=0), "align is 0"),
+        (lambda: permute(align=2**62), "align is 4611686018427387904; it must be 1 to 1048576"),
+        (lambda: permute(num_experts=2**31), "num_experts is 2147483648; it must be 1 to 1048576"),
         (lambda: permute(capacity=-1), "capacity is -1"),
         (lambda: permute(out=torch.ones(1, 3)), "at least 2"),
         (lambda: permute(out=torch.ones(2, 3), requires_grad=True), "needs a gradient"),

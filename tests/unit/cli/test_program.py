@@ -265,3 +265,16 @@ def test_a_failed_process_ends_although_an_exit_handler_waits() -> None:
 
 def test_the_bound_leaves_time_for_a_normal_end() -> None:
     assert 5 <= program.EXIT_BOUND_S <= 60
+
+
+def test_a_lost_rank_is_one_line() -> None:
+    from grpo_mc.megatron.host_barrier import LostRank
+
+    gloo = RuntimeError(
+        "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv"
+    )
+    for error in (gloo, LostRank("rank 1 of the group has ended")):
+        assert is_users_mistake(error)
+        assert "another rank has ended or did not answer within parallel.timeout_s" in describe(error)
+        assert str(error) in describe(error)
+    assert not is_users_mistake(RuntimeError("Timed out waiting for a bus"))
