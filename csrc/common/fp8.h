@@ -15,6 +15,9 @@ constexpr float kFp8Max = 448.0f;          // 1.75 * 2^8
 constexpr uint8_t kFp8Nan = 0x7f;
 constexpr float kLowestScale = 0x1p-126f;  // the smallest normal float32
 
+// Tiles along a quantised axis; the last may be smaller.
+GRPO_MC_HD int64_t fp8_blocks(int64_t size) { return (size + kFp8Block - 1) / kFp8Block; }
+
 GRPO_MC_HD uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));

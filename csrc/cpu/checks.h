@@ -16,6 +16,9 @@ inline void check_vector(const char* op, const char* name, const at::Tensor& x, 
   TORCH_CHECK_VALUE(x.scalar_type() == dtype, op, ": ", name, " has dtype ", x.scalar_type(), "; it must be ", dtype);
 }
 
+// The tensor, or a copy of it whose columns are adjacent in memory.
+inline at::Tensor with_adjacent_columns(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
 // What is written may share no memory with itself or with what is read.
 inline void check_no_overlap(const char* op, const char* name, const at::Tensor& written, std::initializer_list<at::Tensor> read) {
   TORCH_CHECK_VALUE(at::has_internal_overlap(written) != at::MemOverlap::Yes, op, ": ", name, " has strides ", written.strides(),

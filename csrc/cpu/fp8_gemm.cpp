@@ -17,11 +17,7 @@ using at::Tensor;
 
 constexpr int64_t kChunkRows = 510;  // rows packed at once: 85 panels, 4 bytes * 510 * 128 of each block stay in the cache
 
-int64_t blocks(int64_t size) { return (size + kFp8Block - 1) / kFp8Block; }
-
 const uint8_t* codes_of(const Tensor& x) { return static_cast<const uint8_t*>(x.const_data_ptr()); }
-
-Tensor with_adjacent_columns(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 void check_codes(const char* op, const char* name, const Tensor& x, int64_t dims) {
   TORCH_CHECK_VALUE(x.dim() == dims, op, ": ", name, " has shape ", x.sizes(), "; it must have ", dims, " dimensions");
@@ -36,7 +32,7 @@ void check_scale(const char* op, const char* name, const Tensor& scale, at::IntA
 
 // One product whose pointers, sizes and strides are set.
 void multiply(Fp8Gemm p) {
-  const int64_t depth_blocks = blocks(p.depth), groups = (p.columns + kFp8GroupColumns - 1) / kFp8GroupColumns;
+  const int64_t depth_blocks = fp8_blocks(p.depth), groups = (p.columns + kFp8GroupColumns - 1) / kFp8GroupColumns;
   if (p.rows == 0 || p.columns == 0) return;
   if (p.rows <= kFp8FewRows) {
     const int64_t width = depth_blocks * kFp8Block;
@@ -105,9 +101,9 @@ Operands check_operands(const char* op, const Tensor& out, const Tensor& a, cons
   check_codes(op, "b", b, b_dims);
   TORCH_CHECK_VALUE(a.size(1) == b.size(-1), op, ": a is ", a.sizes(), " and b ", b.sizes(), "; they must be [M, K] and [",
                     b_dims == 3 ? "E, " : "", "N, K]");
-  const int64_t columns = b.size(-2), depth_blocks = blocks(a.size(1));
+  const int64_t columns = b.size(-2), depth_blocks = fp8_blocks(a.size(1));
   check_scale(op, "a_scale", a_scale, {a.size(0), depth_blocks}, {a.size(0), depth_blocks});
-  std::vector<int64_t> wide = {blocks(columns), depth_blocks}, narrow = {columns, depth_blocks};
+  std::vector<int64_t> wide = {fp8_blocks(columns), depth_blocks}, narrow = {columns, depth_blocks};
   if (b_dims == 3) {
     wide.insert(wide.begin(), b.size(0));
     narrow.insert(narrow.begin(), b.size(0));
@@ -141,7 +137,7 @@ void fp8_grouped_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, cons
     out.narrow(0, bound[experts], rows - bound[experts]).zero_();
   }
   const Fp8Gemm all = operands.problem(out, rows, accumulate);
-  const int64_t depth_blocks = blocks(all.depth), out_bytes = all.dtype == Element::kFloat ? 4 : 2;
+  const int64_t depth_blocks = fp8_blocks(all.depth), out_bytes = all.dtype == Element::kFloat ? 4 : 2;
   for (int64_t e = 0; e < experts; ++e) {
     Fp8Gemm part = all;
     part.rows = bound[e + 1] - bound[e];

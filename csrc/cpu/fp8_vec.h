@@ -6,10 +6,6 @@
 
 namespace grpo_mc::GRPO_MC_ISA {
 
-GRPO_MC_INLINE I8 splat_int(int32_t x) { return I8{x, x, x, x, x, x, x, x}; }
-
-GRPO_MC_INLINE F8 abs8(F8 x) { return (F8)((I8)x & splat_int(0x7fffffff)); }
-
 GRPO_MC_INLINE I8 pick(I8 mask, I8 yes, I8 no) { return (mask & yes) | (~mask & no); }
 
 // float_to_e4m3 of eight numbers, each code in a lane of its own.

@@ -22,8 +22,6 @@ constexpr int64_t kGrainBytes = 1 << 17;  // of rows; less is not worth another 
 
 int64_t grain(int64_t bytes) { return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, bytes)); }
 
-Tensor with_adjacent_columns(const Tensor& x) { return x.stride(1) == 1 ? x : x.contiguous(); }
-
 // Rows in the order of experts, of one expert in the order of tokens and their choices.
 std::tuple<Tensor, Tensor> moe_plan(const Tensor& expert_ids, int64_t num_experts, std::optional<int64_t> capacity, int64_t align) {
   const char* op = "moe_permute";

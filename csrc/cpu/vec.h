@@ -131,6 +131,28 @@ GRPO_MC_INLINE float reduce_max8(F8 x) {
   return best;
 }
 
+GRPO_MC_INLINE I8 splat_int(int32_t x) { return I8{x, x, x, x, x, x, x, x}; }
+
+GRPO_MC_INLINE F8 abs8(F8 x) { return (F8)((I8)x & splat_int(0x7fffffff)); }
+
+// The largest magnitudes of several vectors, lane by lane, and which lanes met nothing but finite numbers.
+struct Magnitudes {
+  F8 largest = splat(0.0f);
+  I8 finite = ~I8{};
+
+  GRPO_MC_INLINE void add(F8 x) {
+    const F8 size = abs8(x);
+    finite &= size <= splat(std::numeric_limits<float>::max());
+    largest = max8(largest, size);
+  }
+
+  GRPO_MC_INLINE float amax() const {
+    for (int i = 0; i < kLanes; ++i)
+      if (!finite[i]) return std::numeric_limits<float>::quiet_NaN();
+    return reduce_max8(largest);
+  }
+};
+
 // (exp(r) - 1 - r) / r^2 for |r| <= 0.35 (log(2) / 2): the degree-5 polynomial of the Cephes library's expf.
 GRPO_MC_INLINE F8 exp_remainder8(F8 r) {
   F8 poly = fma8(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));

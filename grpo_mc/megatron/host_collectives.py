@@ -160,7 +160,7 @@ def _make_stage(group: ProcessGroup, file: IO[bytes], memory: mmap.mmap) -> Stag
 def _make_file(num_bytes: int, token: bytes) -> IO[bytes] | None:
     """A file of so many zeros and the token, in memory; None where there is no room."""
     try:
-        file = open(os.memfd_create("grpo_mc_stage"), "r+b", buffering=0)  # noqa: SIM115 - see _open_file
+        file = open(os.memfd_create("grpo_mc_stage"), "r+b", buffering=0)  # noqa: SIM115 - the barrier keeps it
         os.posix_fallocate(file.fileno(), 0, num_bytes + len(token))  # a write to a page that is not there kills
         os.pwrite(file.fileno(), token, num_bytes)
     except OSError:

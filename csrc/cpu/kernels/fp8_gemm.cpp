@@ -16,8 +16,6 @@ namespace {
 constexpr int64_t kPanelRows = kFp8PanelRows, kPanelColumns = 16, kPanels = kFp8GroupColumns / kPanelColumns;
 constexpr int64_t kPanelFloats = kFp8Block * kPanelColumns, kTileFloats = kPanelRows * kPanelColumns;
 
-int64_t num_blocks(int64_t depth) { return (depth + kFp8Block - 1) / kFp8Block; }
-
 // Up to eight codes from p; the others are zeros.
 GRPO_MC_INLINE F8 decode_part(const uint8_t* p, int64_t left) {
   if (left >= kLanes) return decode8(p);
@@ -131,7 +129,7 @@ GRPO_MC_INLINE void few_rows_column(const Fp8Gemm& p, const float* rows, int64_t
 // Panel `panel` of a, decoded, as [block of the depth][panel][kFp8Block, 6]; rows past the end are zeros.
 void fp8_pack_panel(const Fp8Gemm& p, int64_t panel, int64_t num_panels, float* packed) {
   const int64_t first = panel * kPanelRows, rows = std::min(kPanelRows, p.rows - first);
-  for (int64_t block = 0; block < num_blocks(p.depth); ++block) {
+  for (int64_t block = 0; block < fp8_blocks(p.depth); ++block) {
     float* out = packed + (block * num_panels + panel) * kFp8Block * kPanelRows;
     const int64_t start = block * kFp8Block, length = std::min<int64_t>(kFp8Block, p.depth - start);
     for (int64_t r = 0; r < kPanelRows; ++r)
@@ -146,7 +144,7 @@ void fp8_pack_panel(const Fp8Gemm& p, int64_t panel, int64_t num_panels, float* 
 // Columns [group * kFp8GroupColumns, ...) of all rows. scratch: kPanels panels of b, then the sums of every tile.
 void fp8_gemm_group(const Fp8Gemm& p, const float* packed, int64_t group, float* scratch) {
   const int64_t first = group * kFp8GroupColumns, columns = std::min(kFp8GroupColumns, p.columns - first);
-  const int64_t panels = (p.rows + kPanelRows - 1) / kPanelRows, blocks = num_blocks(p.depth);
+  const int64_t panels = (p.rows + kPanelRows - 1) / kPanelRows, blocks = fp8_blocks(p.depth);
   float *b_panels = scratch, *sums = scratch + kPanels * kPanelFloats;
   std::fill(sums, sums + panels * kPanels * kTileFloats, 0.0f);
   for (int64_t block = 0; block < blocks; ++block) {
@@ -175,7 +173,7 @@ void fp8_gemm_group(const Fp8Gemm& p, const float* packed, int64_t group, float*
 
 // The same for few rows, which come decoded: rows [p.rows, whole blocks of the depth].
 void fp8_few_rows_group(const Fp8Gemm& p, const float* rows, int64_t group) {
-  const int64_t blocks = num_blocks(p.depth), last = std::min((group + 1) * kFp8GroupColumns, p.columns);
+  const int64_t blocks = fp8_blocks(p.depth), last = std::min((group + 1) * kFp8GroupColumns, p.columns);
   for (int64_t column = group * kFp8GroupColumns; column < last; ++column) {
     switch (p.rows) {
       case 1: few_rows_column<1>(p, rows, column, blocks); break;

@@ -10,26 +10,6 @@
 namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
-constexpr int64_t kTileVectors = kFp8Block / kLanes;
-
-// The largest magnitudes of several vectors, lane by lane, and which lanes met nothing but finite numbers.
-struct Magnitudes {
-  F8 largest = splat(0.0f);
-  I8 finite = ~I8{};
-
-  GRPO_MC_INLINE void add(F8 x) {
-    const F8 size = abs8(x);
-    finite &= size <= splat(std::numeric_limits<float>::max());
-    largest = max8(largest, size);
-  }
-
-  GRPO_MC_INLINE float amax() const {
-    for (int i = 0; i < kLanes; ++i)
-      if (!finite[i]) return std::numeric_limits<float>::quiet_NaN();
-    return reduce_max8(largest);
-  }
-};
-
 template <typename T>
 GRPO_MC_INLINE F8 load_part(const T* p, int64_t left) {
   return left >= kLanes ? load8(p) : load_tail(p, left, 0.0f);

@@ -20,11 +20,6 @@ namespace {
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, to nearest even
 constexpr int64_t kHadamardVectors = kHadamardSize / kLanes;
 
-GRPO_MC_INLINE F8 magnitude(F8 x) {
-  constexpr int32_t m = 0x7fffffff;
-  return (F8)((I8)x & I8{m, m, m, m, m, m, m, m});
-}
-
 // 32 numbers in place: butterflies between vectors, then within them.
 GRPO_MC_INLINE void hadamard32(float* x) {
   F8 v[kHadamardVectors];
@@ -54,16 +49,9 @@ GRPO_MC_INLINE void hadamard(float* x, int64_t length) {
 
 // The largest magnitude; NaN if any number is not finite.
 GRPO_MC_INLINE float largest(const float* x, int64_t length) {
-  F8 most = splat(0.0f);
-  I8 finite = ~I8{};
-  for (int64_t i = 0; i < length; i += kLanes) {
-    const F8 size = magnitude(load8(x + i));
-    finite &= size <= splat(std::numeric_limits<float>::max());
-    most = max8(most, size);
-  }
-  for (int i = 0; i < kLanes; ++i)
-    if (!finite[i]) return std::numeric_limits<float>::quiet_NaN();
-  return reduce_max8(most);
+  Magnitudes sizes;
+  for (int64_t i = 0; i < length; i += kLanes) sizes.add(load8(x + i));
+  return sizes.amax();
 }
 
 GRPO_MC_INLINE float scale_for(float amax, float levels) { return std::max(amax / levels, kLowestScale); }

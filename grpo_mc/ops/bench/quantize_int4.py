@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +35,13 @@ def cases() -> Iterator[Case]:
     error = int4_error(x, block=BLOCK)
     compiled = torch.compile(torch_quantize)
 
-    def case(name: str, ours: object, baseline: object, **options: object) -> Case:
+    def case(name: str, ours: Callable[[Any], Any], baseline: Callable[[Any], Any], **options: Any) -> Case:
         few = x[: 1 << 16]
 
         def wrong(_: tuple[Tensor, Tensor]) -> float:
             """Of a part without feedback, since the state differs from run to run."""
-            got = ops.quantize_int4(few, block=BLOCK, **options)  # type: ignore[arg-type]
-            want = reference.quantize_int4(few, block=BLOCK, **options)  # type: ignore[arg-type]
+            got = ops.quantize_int4(few, block=BLOCK, **options)
+            want = reference.quantize_int4(few, block=BLOCK, **options)
             values = [ops.dequantize_int4(*coded, shape=few.shape) for coded in (got, want)]
             return relative_error(values[:1], values[1:])
 
@@ -49,18 +50,19 @@ def cases() -> Iterator[Case]:
             shape={"n": ENTRIES, "block": BLOCK, **{key: 1 for key in options}},
             dtype="float32",
             baseline_name=name,
-            ours=ours,  # type: ignore[arg-type]
-            baseline=baseline,  # type: ignore[arg-type]
+            ours=ours,
+            baseline=baseline,
             error=wrong,
             num_bytes=x.nbytes + 2 * ENTRIES + ENTRIES / 2,
         )
 
-    def run(state: Int4Error = error, **options: object) -> object:
-        return lambda _: ops.quantize_int4(x, block=BLOCK, error=state, **options)  # type: ignore[arg-type]
+    def run(state: Int4Error = error, **options: Any) -> Callable[[Any], Any]:
+        return lambda _: ops.quantize_int4(x, block=BLOCK, error=state, **options)
 
     plain = run()
     yield case("torch eager", plain, lambda _: torch_quantize(x, *error))
     yield case("torch.compile", plain, lambda _: compiled(x, *error))
-    yield case("ours on 1 thread", plain, on_one_thread(plain))  # type: ignore[arg-type]
-    for options in ({"hadamard": True}, {"rounding": "stochastic"}):
+    yield case("ours on 1 thread", plain, on_one_thread(plain))
+    variants: tuple[dict[str, Any], ...] = ({"hadamard": True}, {"rounding": "stochastic"})
+    for options in variants:
         yield case("ours without", run(**options), plain, **options)

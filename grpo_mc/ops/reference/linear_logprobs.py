@@ -23,8 +23,9 @@ def linear_logprobs(
     with_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """token_logprobs of hidden [T, H] times weight [V, H] transposed."""
-    options = dict(temperature=temperature, vocab_size=vocab_size, with_entropy=with_entropy)
-    return token_logprobs(_logits(hidden, weight), targets, **options)  # type: ignore[arg-type]
+    return token_logprobs(
+        _logits(hidden, weight), targets, temperature=temperature, vocab_size=vocab_size, with_entropy=with_entropy
+    )
 
 
 def linear_logprob_stats(
