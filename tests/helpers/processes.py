@@ -158,7 +158,12 @@ def run_distributed(
 
     Raises:
         ProcessFailure: a rank failed or time ran out; the message holds each rank's output.
+        RuntimeError: called while a rank loads `fn`'s file: without a main guard ranks would start ranks without end.
     """
+    if MARK in os.environ and "RANK" in os.environ:
+        raise RuntimeError(
+            f"run_distributed({fn.__name__}): called inside a rank; call it under if __name__ == '__main__'"
+        )
     source = Path(sys.modules[fn.__module__].__file__ or "").resolve()
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as folder_name:
