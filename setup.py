@@ -1,8 +1,8 @@
 """Builds the compiled operators (csrc/) into grpo_mc/ops/_C.abi3.so; everything else is in pyproject.toml.
 
-The CPU part is always built. Files in csrc/cpu/kernels/ are compiled once per instruction set and chosen at run
-time by cpuid, so one build runs on every x86-64 machine (there is no -march=native). The CUDA part
-(grpo_mc/ops/_C_cuda.abi3.so) is built when csrc/cuda/ has sources, nvcc is found and torch is a CUDA build.
+The CPU part is always built. Files in csrc/cpu/ are compiled once per instruction set and chosen at run time by cpuid,
+so one build runs on every x86-64 machine (there is no -march=native). The CUDA part (grpo_mc/ops/_cuda.so, see
+tools/cuda_build.py) is built when nvcc is found and torch is a CUDA build.
 
 The build needs the torch it will run with, so use `pip install --no-build-isolation`. Environment variables:
 
@@ -16,13 +16,18 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tools"))
+from cuda_build import build as build_cuda  # noqa: E402
+from cuda_build import find_nvcc  # noqa: E402
+
 INCLUDE = str(ROOT / "csrc")
 ISA_FLAGS: dict[str, list[str]] = {"generic": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -55,11 +60,9 @@ def should_build_cuda() -> bool:
     if choice not in ("auto", "0", "1"):
         raise SystemExit(f"GRPO_MC_CUDA={choice!r}: set it to auto, 0 or 1")
     problems = []
-    if not sources("cuda", "*.cu"):
-        problems.append("csrc/cuda has no .cu files")
     if torch.version.cuda is None:
         problems.append(f"torch {torch.__version__} is a build without CUDA")
-    if CUDA_HOME is None:
+    if find_nvcc() is None:
         problems.append("nvcc was not found (set CUDA_HOME)")
     if choice == "1" and problems:
         raise SystemExit("GRPO_MC_CUDA=1 but the CUDA operators cannot be built: " + "; ".join(problems))
@@ -67,49 +70,37 @@ def should_build_cuda() -> bool:
 
 
 class BuildOperators(BuildExtension):
-    """BuildExtension that first compiles csrc/cpu/kernels/ once per instruction set, each into its own folder."""
+    """BuildExtension that first compiles csrc/cpu/ once per instruction set, and last the CUDA library."""
 
     def build_extension(self, ext):
-        if ext.name.endswith("._C"):
-            for isa, isa_flags in ISA_FLAGS.items():
-                ext.extra_objects += self.compiler.compile(
-                    sources("cpu/kernels", "*.cpp"),
-                    output_dir=str(Path(self.build_temp, isa)),
-                    include_dirs=[INCLUDE],
-                    extra_postargs=[*compile_flags(), "-Wextra", *isa_flags, f"-DGRPO_MC_ISA={isa}"],
-                    depends=ext.depends,
-                )
-        super().build_extension(ext)
-
-
-def extensions() -> list:
-    common = {
-        "include_dirs": [INCLUDE],
-        "py_limited_api": True,
-        "depends": sources(".", "**/*.h"),
-    }
-    built = [
-        CppExtension(
-            "grpo_mc.ops._C",
-            ["csrc/ops.cpp", *sources("autograd", "*.cpp"), *sources("cpu", "*.cpp")],
-            extra_compile_args=compile_flags(),
-            **common,
-        )
-    ]
-    if should_build_cuda():
-        built.append(
-            CUDAExtension(
-                "grpo_mc.ops._C_cuda",
-                sources("cuda", "*.cpp") + sources("cuda", "*.cu"),
-                extra_compile_args={"cxx": compile_flags(), "nvcc": ["-O3", "-std=c++20", "-lineinfo"]},
-                **common,
+        for isa, isa_flags in ISA_FLAGS.items():
+            ext.extra_objects += self.compiler.compile(
+                sources("cpu", "*.cpp"),
+                output_dir=str(Path(self.build_temp, isa)),
+                include_dirs=[INCLUDE],
+                extra_postargs=[*compile_flags(), "-Wextra", *isa_flags, f"-DGRPO_MC_ISA={isa}"],
+                depends=ext.depends,
             )
-        )
-    return built
+        super().build_extension(ext)
+        if should_build_cuda():
+            build_cuda(Path(self.get_ext_fullpath(ext.name)).parent / "_cuda.so")
+
+
+def extension():
+    with_cuda = should_build_cuda()
+    kind = CUDAExtension if with_cuda else CppExtension  # the drivers ask c10/cuda for the stream
+    return kind(
+        "grpo_mc.ops._C",
+        ["csrc/ops.cpp", *sources("autograd", "*.cpp"), *sources("drivers", "*.cpp")],
+        extra_compile_args=compile_flags() + (["-DGRPO_MC_WITH_CUDA=1"] if with_cuda else []),
+        include_dirs=[INCLUDE],
+        py_limited_api=True,
+        depends=sources(".", "**/*.h"),
+    )
 
 
 setup(
-    ext_modules=extensions(),
+    ext_modules=[extension()],
     cmdclass={"build_ext": BuildOperators},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -1,9 +1,12 @@
-// The schema of every operator, and nothing else. Implementations register themselves per device: csrc/cpu/, csrc/cuda/.
+// The schema of every operator, and nothing else. Drivers (csrc/drivers/) check the
+// arguments and run the kernels of the tensors' device: csrc/cpu/ or csrc/cuda/.
 #include <torch/library.h>
 
 TORCH_LIBRARY(grpo_mc, m) {
   // What this library was built against and which CPU code it runs, as JSON text.
   m.def("build_info() -> str");
+  // Opens the CUDA library: its launchers serve CUDA tensors, or with `emulated` (tests) all tensors. "" forgets it.
+  m.def("load_cuda(str path, bool emulated) -> ()");
 
   // logprobs [T], entropy [T] ([0] without with_entropy), lse [T] float64: log-sum-exp of logits / temperature.
   m.def(

@@ -19,6 +19,14 @@ import pytest
 
 from helpers import processes, tiny_models
 
+if os.environ.get("GRPO_MC_TEST_EMULATED"):  # set by tests/cuda: every operator runs its CUDA kernels on the CPU
+    import torch
+
+    import grpo_mc.ops as _operators  # noqa: F401  (loads the library)
+    from helpers import cuda_emulator
+
+    torch.ops.grpo_mc.load_cuda(str(cuda_emulator.library()), True)
+
 MAX_THREADS = 200
 """Three meshes' worth."""
 

@@ -27,7 +27,7 @@ def first_words(path: Path) -> str:
     mark = "//" if path.suffix in (".cpp", ".h", ".cu", ".cuh") else "#"
     words: list[str] = []
     for line in text.splitlines():
-        if line.startswith(("#!", "#SBATCH", "#pragma")) or (not words and not line.startswith(mark)):
+        if line.startswith(("#!", "#SBATCH", "#pragma", "// nvcc:")) or (not words and not line.startswith(mark)):
             continue
         if not line.startswith(mark) or not line.strip(mark + " "):
             break

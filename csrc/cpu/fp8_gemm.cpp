@@ -1,160 +1,191 @@
-// fp8_gemm and fp8_grouped_gemm on the CPU: checks, packing of a, and one kernel call per group of columns.
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
+// Products of FP8 matrices with a scale per 128 entries of the depth: exact products, float32 sums over one block of the
+// depth, then one fma with both scales per block. Every output is summed in that order alone, whatever the tiles and
+// threads, so results are the same bit for bit for any number of threads.
+//
+// The general path is a packed one: panels of 6 rows of a and 16 columns of b, decoded to float32 with the depth as the
+// slow axis, meet in a tile of 12 vector registers. With few rows b is decoded as it streams by and never stored.
 #include <algorithm>
-#include <vector>
 
-#include "common/fp8.h"
-#include "cpu/checks.h"
+#include "cpu/fp8_vec.h"
 #include "cpu/kernels.h"
-#include "cpu/parallel.h"
+#include "cpu/vec.h"
 
-namespace grpo_mc {
+namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
-using at::Tensor;
+constexpr int64_t kPanelRows = kFp8PanelRows, kPanelColumns = 16, kPanels = kFp8GroupColumns / kPanelColumns;
+constexpr int64_t kPanelFloats = kFp8Block * kPanelColumns, kTileFloats = kPanelRows * kPanelColumns;
 
-constexpr int64_t kChunkRows = 510;  // rows packed at once: 85 panels, 4 bytes * 510 * 128 of each block stay in the cache
-
-const uint8_t* codes_of(const Tensor& x) { return static_cast<const uint8_t*>(x.const_data_ptr()); }
-
-void check_codes(const char* op, const char* name, const Tensor& x, int64_t dims) {
-  TORCH_CHECK_VALUE(x.dim() == dims, op, ": ", name, " has shape ", x.sizes(), "; it must have ", dims, " dimensions");
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat8_e4m3fn, op, ": ", name, " has dtype ", x.scalar_type(), "; it must be Float8_e4m3fn");
+// Up to eight codes from p; the others are zeros.
+GRPO_MC_INLINE F8 decode_part(const uint8_t* p, int64_t left) {
+  if (left >= kLanes) return decode8(p);
+  uint8_t padded[kLanes] = {};
+  std::copy(p, p + left, padded);
+  return decode8(padded);
 }
 
-void check_scale(const char* op, const char* name, const Tensor& scale, at::IntArrayRef shape, at::IntArrayRef other) {
-  TORCH_CHECK_VALUE(scale.scalar_type() == at::kFloat, op, ": ", name, " has dtype ", scale.scalar_type(), "; it must be Float");
-  TORCH_CHECK_VALUE(scale.sizes() == shape || scale.sizes() == other, op, ": ", name, " has shape ", scale.sizes(), "; it must be ", shape,
-                    shape == other ? "" : " or, in tiles of 1 x 128, ", shape == other ? "" : c10::str(other));
-}
-
-// One product whose pointers, sizes and strides are set.
-void multiply(Fp8Gemm p) {
-  const int64_t depth_blocks = fp8_blocks(p.depth), groups = (p.columns + kFp8GroupColumns - 1) / kFp8GroupColumns;
-  if (p.rows == 0 || p.columns == 0) return;
-  if (p.rows <= kFp8FewRows) {
-    const int64_t width = depth_blocks * kFp8Block;
-    std::vector<float> rows(static_cast<size_t>(p.rows * width));
-    for (int64_t r = 0; r < p.rows; ++r)
-      for (int64_t k = 0; k < p.depth; ++k) rows[static_cast<size_t>(r * width + k)] = e4m3_to_float(p.a[r * p.a_stride + k]);
-    parallel_for(groups, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t group = begin; group < end; ++group) GRPO_MC_KERNEL(fp8_few_rows_group)(p, rows.data(), group);
-    });
-    return;
+#if defined(__AVX2__)
+// rows[i][j] becomes rows[j][i].
+GRPO_MC_INLINE void transpose8(F8* rows) {
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = (__m256)rows[i];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
   }
-  const int64_t out_bytes = p.dtype == Element::kFloat ? 4 : 2, all_rows = p.rows;
-  const int64_t most_panels = (std::min(kChunkRows, all_rows) + kFp8PanelRows - 1) / kFp8PanelRows;
-  std::vector<float> packed(static_cast<size_t>(depth_blocks * most_panels * kFp8Block * kFp8PanelRows));
-  for (int64_t first = 0; first < all_rows; first += kChunkRows) {
-    Fp8Gemm part = p;
-    part.rows = std::min(kChunkRows, all_rows - first);
-    part.a += first * p.a_stride;
-    part.a_scale += first * depth_blocks;
-    part.out = static_cast<char*>(p.out) + first * p.out_stride * out_bytes;
-    const int64_t panels = (part.rows + kFp8PanelRows - 1) / kFp8PanelRows;
-    parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t panel = begin; panel < end; ++panel) GRPO_MC_KERNEL(fp8_pack_panel)(part, panel, panels, packed.data());
-    });
-    parallel_for(groups, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> scratch(static_cast<size_t>(kFp8GroupColumns * (kFp8Block + panels * kFp8PanelRows)));
-      for (int64_t group = begin; group < end; ++group) GRPO_MC_KERNEL(fp8_gemm_group)(part, packed.data(), group, scratch.data());
-    });
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = (F8)_mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+    rows[i + 4] = (F8)_mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
   }
 }
+#else
+GRPO_MC_INLINE void transpose8(F8* rows) {
+  for (int i = 0; i < 8; ++i)
+    for (int j = i + 1; j < 8; ++j) {
+      const float moved = rows[i][j];
+      rows[i][j] = rows[j][i];
+      rows[j][i] = moved;
+    }
+}
+#endif
 
-void check_accumulator(const char* op, const Tensor& out, at::IntArrayRef shape, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(out.sizes() == shape && out.scalar_type() == dtype, op, ": accumulate_into is ", out.scalar_type(), " ", out.sizes(),
-                    "; it must be ", dtype, " ", shape);
-  TORCH_CHECK_VALUE(out.stride(-1) == 1 || out.size(-1) <= 1, op, ": accumulate_into has strides ", out.strides(),
-                    "; its columns must be adjacent");
+// Columns of b [valid, length] codes as panel [length, kPanelColumns] floats; columns past `valid` are zeros.
+void pack_columns(const uint8_t* b, int64_t stride, int64_t valid, int64_t length, float* panel) {
+  for (int64_t k = 0; k < length; k += kLanes) {
+    const int64_t left = std::min(kLanes, length - k);
+    for (int64_t half = 0; half < kPanelColumns; half += kLanes) {
+      F8 rows[kLanes];
+      for (int64_t c = 0; c < kLanes; ++c)
+        rows[c] = half + c < valid ? decode_part(b + (half + c) * stride + k, left) : splat(0.0f);
+      transpose8(rows);
+      for (int64_t i = 0; i < left; ++i) store8(panel + (k + i) * kPanelColumns + half, rows[i]);
+    }
+  }
 }
 
-// Two operands with what the kernels need of them; holds the contiguous copies that strided ones are given.
-struct Operands {
-  Tensor a, a_scale, b, b_scale;
-
-  Fp8Gemm problem(const Tensor& out, int64_t rows, bool accumulate) const {
-    Fp8Gemm p{};
-    p.a = codes_of(a);
-    p.b = codes_of(b);
-    p.a_scale = a_scale.const_data_ptr<float>();
-    p.b_scale = b_scale.const_data_ptr<float>();
-    p.out = out.mutable_data_ptr();
-    p.rows = rows;
-    p.columns = b.size(-2);
-    p.depth = a.size(1);
-    p.a_stride = a.stride(0);
-    p.b_stride = b.stride(-2);
-    p.out_stride = out.stride(0);
-    p.b_scale_rows = b_scale.size(-2) == b.size(-2) ? 1 : kFp8Block;
-    p.dtype = out.scalar_type() == at::kFloat ? Element::kFloat : Element::kBFloat16;
-    p.accumulate = accumulate;
-    return p;
+// sums [6, 16] += (a panel [length, 6] times b panel [length, 16]) * a_scale[row] * b_scale[column].
+GRPO_MC_INLINE void multiply_panels(const float* a, const float* b, int64_t length, const float* a_scale, const float* b_scale, float* sums) {
+  F8 part[kPanelRows][2] = {};
+  for (int64_t k = 0; k < length; ++k) {
+    const F8 b0 = load8(b + k * kPanelColumns), b1 = load8(b + k * kPanelColumns + kLanes);
+    for (int r = 0; r < kPanelRows; ++r) {
+      const F8 x = splat(a[k * kPanelRows + r]);
+      part[r][0] = fma8(x, b0, part[r][0]);
+      part[r][1] = fma8(x, b1, part[r][1]);
+    }
   }
-};
-
-// Checks what fp8_gemm and fp8_grouped_gemm have in common; b has `b_dims` dimensions.
-Operands check_operands(const char* op, const Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, int64_t b_dims) {
-  check_codes(op, "a", a, 2);
-  check_codes(op, "b", b, b_dims);
-  TORCH_CHECK_VALUE(a.size(1) == b.size(-1), op, ": a is ", a.sizes(), " and b ", b.sizes(), "; they must be [M, K] and [",
-                    b_dims == 3 ? "E, " : "", "N, K]");
-  const int64_t columns = b.size(-2), depth_blocks = fp8_blocks(a.size(1));
-  check_scale(op, "a_scale", a_scale, {a.size(0), depth_blocks}, {a.size(0), depth_blocks});
-  std::vector<int64_t> wide = {fp8_blocks(columns), depth_blocks}, narrow = {columns, depth_blocks};
-  if (b_dims == 3) {
-    wide.insert(wide.begin(), b.size(0));
-    narrow.insert(narrow.begin(), b.size(0));
-  }
-  check_scale(op, "b_scale", b_scale, wide, narrow);
-  TORCH_CHECK_VALUE(out.scalar_type() == at::kFloat || out.scalar_type() == at::kBFloat16, op, ": out_dtype is ", out.scalar_type(),
-                    "; it must be Float or BFloat16");
-  check_accumulator(op, out, {a.size(0), columns}, out.scalar_type());
-  check_no_overlap(op, "accumulate_into", out, {a, a_scale, b, b_scale});
-  return {with_adjacent_columns(a), a_scale.contiguous(), with_adjacent_columns(b), b_scale.contiguous()};
+  for (int r = 0; r < kPanelRows; ++r)
+    for (int h = 0; h < 2; ++h) {
+      float* sum = sums + r * kPanelColumns + h * kLanes;
+      store8(sum, fma8(part[r][h], splat(a_scale[r]) * load8(b_scale + h * kLanes), load8(sum)));
+    }
 }
 
-void fp8_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, bool accumulate) {
-  multiply(check_operands("fp8_gemm", out, a, a_scale, b, b_scale, 2).problem(out, a.size(0), accumulate));
+template <typename T>
+GRPO_MC_INLINE void write_row(const float* sums, T* out, int64_t count, bool accumulate) {
+  int64_t c = 0;
+  for (; c + kLanes <= count; c += kLanes) store8(out + c, accumulate ? load8(out + c) + load8(sums + c) : load8(sums + c));
+  if (c < count) {
+    const F8 part = load_tail(sums + c, count - c, 0.0f);
+    store_tail(out + c, count - c, accumulate ? load_tail(out + c, count - c, 0.0f) + part : part);
+  }
 }
 
-void fp8_grouped_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, const Tensor& offsets, bool accumulate) {
-  const char* op = "fp8_grouped_gemm";
-  const Operands operands = check_operands(op, out, a, a_scale, b, b_scale, 3);
-  const int64_t experts = b.size(0), rows = a.size(0);
-  check_vector(op, "offsets", offsets, experts + 1, at::kLong);
-  const Tensor bounds = offsets.contiguous();
-  const int64_t* bound = bounds.const_data_ptr<int64_t>();
-  TORCH_CHECK_VALUE(bound[0] >= 0 && bound[experts] <= rows, op, ": offsets go from ", bound[0], " to ", bound[experts], "; a has rows 0 to ",
-                    rows);
-  for (int64_t e = 0; e < experts; ++e)
-    TORCH_CHECK_VALUE(bound[e] <= bound[e + 1], op, ": offsets[", e, "] is ", bound[e], " and offsets[", e + 1, "] is ", bound[e + 1],
-                      "; they must not fall");
-  if (!accumulate) {  // rows of no expert
-    out.narrow(0, 0, bound[0]).zero_();
-    out.narrow(0, bound[experts], rows - bound[experts]).zero_();
+void write_out(const Fp8Gemm& p, int64_t row, int64_t column, int64_t count, const float* sums) {
+  if (p.dtype == Element::kFloat) write_row(sums, static_cast<float*>(p.out) + row * p.out_stride + column, count, p.accumulate);
+  else write_row(sums, static_cast<uint16_t*>(p.out) + row * p.out_stride + column, count, p.accumulate);
+}
+
+// out[rows] of one column: the decoded rows against one row of codes.
+template <int kRows>
+GRPO_MC_INLINE void few_rows_column(const Fp8Gemm& p, const float* rows, int64_t column, int64_t blocks) {
+  const uint8_t* codes = p.b + column * p.b_stride;
+  const float* b_scale = p.b_scale + column / p.b_scale_rows * blocks;
+  const int64_t width = blocks * kFp8Block;
+  F8 sums[kRows] = {};
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t first = block * kFp8Block, last = std::min(p.depth, first + kFp8Block);
+    F8 part[kRows] = {};
+    for (int64_t k = first; k < last; k += kLanes) {
+      const F8 w = decode_part(codes + k, last - k);
+      for (int r = 0; r < kRows; ++r) part[r] = fma8(load8(rows + r * width + k), w, part[r]);
+    }
+    for (int r = 0; r < kRows; ++r) sums[r] = fma8(part[r], splat(p.a_scale[r * blocks + block] * b_scale[block]), sums[r]);
   }
-  const Fp8Gemm all = operands.problem(out, rows, accumulate);
-  const int64_t depth_blocks = fp8_blocks(all.depth), out_bytes = all.dtype == Element::kFloat ? 4 : 2;
-  for (int64_t e = 0; e < experts; ++e) {
-    Fp8Gemm part = all;
-    part.rows = bound[e + 1] - bound[e];
-    part.a += bound[e] * all.a_stride;
-    part.a_scale += bound[e] * depth_blocks;
-    part.b += e * operands.b.stride(0);
-    part.b_scale += e * operands.b_scale.stride(0);
-    part.out = static_cast<char*>(all.out) + bound[e] * all.out_stride * out_bytes;
-    multiply(part);
+  for (int r = 0; r < kRows; ++r) {
+    const float total = sum8(sums[r]);
+    write_out(p, r, column, 1, &total);
   }
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
-  m.impl("fp8_gemm_", fp8_gemm_);
-  m.impl("fp8_grouped_gemm_", fp8_grouped_gemm_);
+// Panel `panel` of a, decoded, as [block of the depth][panel][kFp8Block, 6]; rows past the end are zeros.
+void fp8_pack_panel(const Fp8Gemm& p, int64_t panel, int64_t num_panels, float* packed) {
+  const int64_t first = panel * kPanelRows, rows = std::min(kPanelRows, p.rows - first);
+  for (int64_t block = 0; block < fp8_blocks(p.depth); ++block) {
+    float* out = packed + (block * num_panels + panel) * kFp8Block * kPanelRows;
+    const int64_t start = block * kFp8Block, length = std::min<int64_t>(kFp8Block, p.depth - start);
+    for (int64_t r = 0; r < kPanelRows; ++r)
+      for (int64_t k = 0; k < length; k += kLanes) {
+        const int64_t left = std::min(kLanes, length - k);
+        const F8 x = r < rows ? decode_part(p.a + (first + r) * p.a_stride + start + k, left) : splat(0.0f);
+        for (int64_t i = 0; i < left; ++i) out[(k + i) * kPanelRows + r] = x[i];
+      }
+  }
 }
 
-}  // namespace grpo_mc
+// Columns [group * kFp8GroupColumns, ...) of all rows. scratch: kPanels panels of b, then the sums of every tile.
+void fp8_gemm_group(const Fp8Gemm& p, const float* packed, int64_t group, float* scratch) {
+  const int64_t first = group * kFp8GroupColumns, columns = std::min(kFp8GroupColumns, p.columns - first);
+  const int64_t panels = (p.rows + kPanelRows - 1) / kPanelRows, blocks = fp8_blocks(p.depth);
+  float *b_panels = scratch, *sums = scratch + kPanels * kPanelFloats;
+  std::fill(sums, sums + panels * kPanels * kTileFloats, 0.0f);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t start = block * kFp8Block, length = std::min<int64_t>(kFp8Block, p.depth - start);
+    float b_scale[kFp8GroupColumns] = {};
+    for (int64_t c = 0; c < columns; ++c) b_scale[c] = p.b_scale[(first + c) / p.b_scale_rows * blocks + block];
+    for (int64_t h = 0; h < kPanels; ++h) {
+      const int64_t valid = std::clamp<int64_t>(columns - h * kPanelColumns, 0, kPanelColumns);
+      pack_columns(p.b + (first + h * kPanelColumns) * p.b_stride + start, p.b_stride, valid, length, b_panels + h * kPanelFloats);
+    }
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const float* a = packed + (block * panels + panel) * kFp8Block * kPanelRows;
+      float a_scale[kPanelRows] = {};
+      const int64_t rows = std::min(kPanelRows, p.rows - panel * kPanelRows);
+      for (int64_t r = 0; r < rows; ++r) a_scale[r] = p.a_scale[(panel * kPanelRows + r) * blocks + block];
+      for (int64_t h = 0; h < kPanels; ++h)
+        multiply_panels(a, b_panels + h * kPanelFloats, length, a_scale, b_scale + h * kPanelColumns, sums + (panel * kPanels + h) * kTileFloats);
+    }
+  }
+  for (int64_t row = 0; row < p.rows; ++row)
+    for (int64_t h = 0; h < kPanels && h * kPanelColumns < columns; ++h) {
+      const float* tile = sums + (row / kPanelRows * kPanels + h) * kTileFloats + row % kPanelRows * kPanelColumns;
+      write_out(p, row, first + h * kPanelColumns, std::min(kPanelColumns, columns - h * kPanelColumns), tile);
+    }
+}
+
+// The same for few rows, which come decoded: rows [p.rows, whole blocks of the depth].
+void fp8_few_rows_group(const Fp8Gemm& p, const float* rows, int64_t group) {
+  const int64_t blocks = fp8_blocks(p.depth), last = std::min((group + 1) * kFp8GroupColumns, p.columns);
+  for (int64_t column = group * kFp8GroupColumns; column < last; ++column) {
+    switch (p.rows) {
+      case 1: few_rows_column<1>(p, rows, column, blocks); break;
+      case 2: few_rows_column<2>(p, rows, column, blocks); break;
+      case 3: few_rows_column<3>(p, rows, column, blocks); break;
+      case 4: few_rows_column<4>(p, rows, column, blocks); break;
+      case 5: few_rows_column<5>(p, rows, column, blocks); break;
+      case 6: few_rows_column<6>(p, rows, column, blocks); break;
+      case 7: few_rows_column<7>(p, rows, column, blocks); break;
+      default: few_rows_column<8>(p, rows, column, blocks); break;
+    }
+  }
+}
+
+}  // namespace grpo_mc::GRPO_MC_ISA

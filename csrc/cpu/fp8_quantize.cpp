@@ -1,88 +1,108 @@
-// quantize_fp8 and dequantize_fp8 on the CPU: checks, and one kernel call per band of tiles or per row.
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
-#include <tuple>
+// Quantising to FP8 with a scale per tile, and back; see common/fp8.h for the rules.
+#include <algorithm>
+#include <cmath>
 
 #include "common/fp8.h"
-#include "cpu/checks.h"
+#include "cpu/fp8_vec.h"
 #include "cpu/kernels.h"
-#include "cpu/parallel.h"
+#include "cpu/vec.h"
 
-namespace grpo_mc {
+namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
-using at::Tensor;
-
-int64_t tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
-
-void check_tile(const char* op, int64_t tile_rows, int64_t tile_columns) {
-  const bool rows_fit = tile_rows == 1 || tile_rows == kFp8Block, columns_fit = tile_columns == 1 || tile_columns == kFp8Block;
-  TORCH_CHECK_VALUE(rows_fit && columns_fit && tile_rows * tile_columns > 1, op, ": tile is (", tile_rows, ", ", tile_columns,
-                    "); it must be (1, 128), (128, 1) or (128, 128)");
+template <typename T>
+GRPO_MC_INLINE F8 load_part(const T* p, int64_t left) {
+  return left >= kLanes ? load8(p) : load_tail(p, left, 0.0f);
 }
 
-std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, int64_t tile_rows, int64_t tile_columns, bool power_of_two) {
-  const char* op = "quantize_fp8";
-  TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), "; it must be [M, K]");
-  check_tile(op, tile_rows, tile_columns);
-  // Halves are exact in float32, and rare on a CPU.
-  const Tensor wide = x.scalar_type() == at::kHalf ? x.to(at::kFloat) : x;
-  const Tensor rows = wide.stride(1) == 1 ? wide : wide.contiguous();
-  Fp8Quantize p{};
-  p.dtype = element_of(op, "x", rows, false);
-  p.rows = x.size(0);
-  p.columns = x.size(1);
-  Tensor codes = at::empty({p.rows, p.columns}, x.options().dtype(at::kFloat8_e4m3fn).memory_format(at::MemoryFormat::Contiguous));
-  Tensor scales = at::empty({tiles(p.rows, tile_rows), tiles(p.columns, tile_columns)}, x.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
-  p.x = rows.const_data_ptr();
-  p.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
-  p.scales = scales.mutable_data_ptr<float>();
-  p.x_stride = rows.stride(0);
-  p.tile_rows = tile_rows;
-  p.tile_columns = tile_columns;
-  p.power_of_two = power_of_two;
-  const int64_t grain = tile_rows == 1 ? std::max<int64_t>(1, 16384 / std::max<int64_t>(p.columns, 1)) : 1;
-  parallel_for(tiles(p.rows, tile_rows), grain, [&](int64_t begin, int64_t end) {
-    for (int64_t band = begin; band < end; ++band) GRPO_MC_KERNEL(fp8_quantize_band)(p, band);
-  });
-  return {codes, scales};
+GRPO_MC_INLINE void store_part(uint8_t* p, I8 codes, int64_t left) {
+  if (left >= kLanes) store_codes8(p, codes);
+  else
+    for (int64_t i = 0; i < left; ++i) p[i] = static_cast<uint8_t>(codes[i]);
 }
 
-Tensor dequantize_fp8(const Tensor& codes, const Tensor& scales, int64_t tile_rows, int64_t tile_columns, at::ScalarType dtype) {
-  const char* op = "dequantize_fp8";
-  TORCH_CHECK_VALUE(codes.dim() == 2, op, ": q has shape ", codes.sizes(), "; it must be [M, K]");
-  TORCH_CHECK_VALUE(codes.scalar_type() == at::kFloat8_e4m3fn, op, ": q has dtype ", codes.scalar_type(), "; it must be Float8_e4m3fn");
-  TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat, op, ": scale has dtype ", scales.scalar_type(), "; it must be Float");
-  check_tile(op, tile_rows, tile_columns);
-  Fp8Dequantize p{};
-  p.rows = codes.size(0);
-  p.columns = codes.size(1);
-  const int64_t scale_rows = tiles(p.rows, tile_rows), scale_columns = tiles(p.columns, tile_columns);
-  TORCH_CHECK_VALUE(scales.dim() == 2 && scales.size(0) == scale_rows && scales.size(1) == scale_columns, op, ": scale has shape ",
-                    scales.sizes(), "; for q ", codes.sizes(), " in tiles (", tile_rows, ", ", tile_columns, ") it must be [", scale_rows, ", ",
-                    scale_columns, "]");
-  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, op, ": dtype is ", dtype, "; it must be Float or BFloat16");
-  const Tensor rows = codes.stride(1) == 1 ? codes : codes.contiguous(), factors = scales.contiguous();
-  Tensor out = at::empty({p.rows, p.columns}, codes.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
-  p.codes = static_cast<const uint8_t*>(rows.const_data_ptr());
-  p.scales = factors.const_data_ptr<float>();
-  p.out = out.mutable_data_ptr();
-  p.code_stride = rows.stride(0);
-  p.tile_rows = tile_rows;
-  p.tile_columns = tile_columns;
-  p.dtype = element_of(op, "the result", out, false);
-  parallel_for(p.rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(p.columns, 1)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) GRPO_MC_KERNEL(fp8_dequantize_row)(p, row);
-  });
-  return out;
+template <typename T>
+GRPO_MC_INLINE void encode_row(const T* x, uint8_t* codes, int64_t length, float scale) {
+  const F8 inverse = splat(1.0f / scale);
+  for (int64_t k = 0; k < length; k += kLanes) store_part(codes + k, encode8(load_part(x + k, length - k) * inverse), length - k);
+}
+
+// A tile of rows x length entries with one scale.
+template <typename T>
+GRPO_MC_INLINE float quantize_block(const T* x, int64_t x_stride, uint8_t* codes, int64_t code_stride, int64_t rows, int64_t length, bool power_of_two) {
+  Magnitudes sizes;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t k = 0; k < length; k += kLanes) sizes.add(load_part(x + row * x_stride + k, length - k));
+  const float scale = tile_scale(sizes.amax(), power_of_two);
+  for (int64_t row = 0; row < rows; ++row) encode_row(x + row * x_stride, codes + row * code_stride, length, scale);
+  return scale;
+}
+
+// Tiles of rows x 1: a scale for every column.
+template <typename T>
+GRPO_MC_INLINE void quantize_columns(const T* x, int64_t x_stride, uint8_t* codes, int64_t code_stride, float* scales, int64_t rows, int64_t columns, bool power_of_two) {
+  for (int64_t first = 0; first < columns; first += kLanes) {
+    const int64_t left = columns - first;
+    Magnitudes sizes;
+    for (int64_t row = 0; row < rows; ++row) sizes.add(load_part(x + row * x_stride + first, left));
+    F8 inverse;
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const float amax = sizes.finite[i] ? sizes.largest[i] : std::numeric_limits<float>::quiet_NaN();
+      const float scale = tile_scale(amax, power_of_two);
+      if (i < left) scales[first + i] = scale;
+      inverse[i] = 1.0f / scale;
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      store_part(codes + row * code_stride + first, encode8(load_part(x + row * x_stride + first, left) * inverse), left);
+  }
+}
+
+template <typename T>
+void quantize_band(const Fp8Quantize& p, int64_t band) {
+  const int64_t first = band * p.tile_rows, rows = std::min(p.tile_rows, p.rows - first);
+  const T* x = static_cast<const T*>(p.x) + first * p.x_stride;
+  uint8_t* codes = p.codes + first * p.columns;
+  float* scales = p.scales + band * ((p.columns + p.tile_columns - 1) / p.tile_columns);
+  if (p.tile_columns == 1) {
+    quantize_columns(x, p.x_stride, codes, p.columns, scales, rows, p.columns, p.power_of_two);
+    return;
+  }
+  for (int64_t k = 0; k < p.columns; k += kFp8Block) {
+    const int64_t length = std::min<int64_t>(kFp8Block, p.columns - k);
+    *scales++ = quantize_block(x + k, p.x_stride, codes + k, p.columns, rows, length, p.power_of_two);
+  }
+}
+
+template <typename T>
+GRPO_MC_INLINE void dequantize_row_as(const Fp8Dequantize& p, int64_t row) {
+  const int64_t scale_columns = (p.columns + p.tile_columns - 1) / p.tile_columns;
+  const float* scales = p.scales + row / p.tile_rows * scale_columns;
+  const uint8_t* codes = p.codes + row * p.code_stride;
+  T* out = static_cast<T*>(p.out) + row * p.columns;
+  for (int64_t k = 0; k < p.columns; k += kLanes) {
+    const int64_t left = p.columns - k;
+    F8 scale;
+    if (p.tile_columns == 1) scale = load_part(scales + k, left);
+    else scale = splat(scales[k / kFp8Block]);  // a vector never crosses a tile: 128 is a multiple of 8
+    if (left >= kLanes) store8(out + k, decode8(codes + k) * scale);
+    else {
+      uint8_t padded[kLanes] = {};
+      std::copy(codes + k, codes + p.columns, padded);
+      store_tail(out + k, left, decode8(padded) * scale);
+    }
+  }
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
-  m.impl("quantize_fp8", quantize_fp8);
-  m.impl("dequantize_fp8", dequantize_fp8);
+void fp8_quantize_band(const Fp8Quantize& p, int64_t band) {
+  if (p.dtype == Element::kFloat) quantize_band<float>(p, band);
+  else quantize_band<uint16_t>(p, band);
 }
 
-}  // namespace grpo_mc
+void fp8_dequantize_row(const Fp8Dequantize& p, int64_t row) {
+  if (p.dtype == Element::kFloat) dequantize_row_as<float>(p, row);
+  else dequantize_row_as<uint16_t>(p, row);
+}
+
+}  // namespace grpo_mc::GRPO_MC_ISA

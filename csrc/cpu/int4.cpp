@@ -1,98 +1,167 @@
-// quantize_int4 and dequantize_int4 on the CPU: checks, and one kernel call per block.
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
+// 4-bit codes of a block with one scale, the rest that rounding leaves as 8-bit error feedback, and back.
+//
+//     h = x + error        y = hadamard(h) or h        scale = max(max|y| / 7, 2^-126)
+//     q = round(y / scale), -7 to 7 (15 levels: a 16th would be one-sided)           code = q + 8
+//     rest = h - (hadamard of) q * scale, kept as 8-bit codes with a scale of its own, max|rest| / 127
+//
+// Entry 2i of a block is the low half of byte i, entry 2i + 1 the high half. The transform is the 32-point Walsh-Hadamard
+// one over sqrt(32), its own inverse. A block with a NaN or an infinity has scale NaN, and its error stays as it was.
 #include <algorithm>
-#include <optional>
-#include <tuple>
+#include <cmath>
 
-#include "cpu/checks.h"
+#include "common/fp8.h"
+#include "common/philox.h"
 #include "cpu/kernels.h"
-#include "cpu/parallel.h"
+#include "cpu/vec.h"
 
-namespace grpo_mc {
+namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
-using at::Tensor;
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, to nearest even
+constexpr int64_t kHadamardVectors = kHadamardSize / kLanes;
 
-constexpr int64_t kGrainEntries = 32768;
-
-void check_block(const char* op, int64_t block) {
-  TORCH_CHECK_VALUE(block >= kHadamardSize && block % kHadamardSize == 0 && block <= kInt4MaxBlock, op, ": block is ", block,
-                    "; it must be a multiple of 32 up to ", kInt4MaxBlock);
-}
-
-void check_contiguous(const char* op, const char* name, const Tensor& x) {
-  TORCH_CHECK_VALUE(x.is_contiguous(), op, ": ", name, " has strides ", x.strides(), "; it is written in place and must be contiguous");
-}
-
-std::tuple<Tensor, Tensor> quantize_int4(const Tensor& x, const std::optional<Tensor>& error_codes, const std::optional<Tensor>& error_scale,
-                                         int64_t block, bool stochastic, bool hadamard, int64_t seed, int64_t offset) {
-  const char* op = "quantize_int4";
-  check_block(op, block);
-  TORCH_CHECK_VALUE(offset >= 0, op, ": offset is ", offset, "; it must be at least 0");
-  TORCH_CHECK_VALUE(error_codes.has_value() == error_scale.has_value(), op, ": give both error codes and error scales, or neither");
-  const Tensor wide = (x.scalar_type() == at::kHalf ? x.to(at::kFloat) : x).contiguous();
-  const int64_t blocks = (x.numel() + block - 1) / block;
-  Tensor codes = at::empty({blocks, block / 2}, x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
-  Tensor scales = at::empty({blocks}, x.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
-  Int4Quantize p{};
-  p.dtype = element_of(op, "x", wide, false);
-  if (error_codes) {
-    TORCH_CHECK_VALUE(error_codes->scalar_type() == at::kChar && error_codes->numel() == blocks * block, op, ": error codes are ",
-                      error_codes->scalar_type(), " ", error_codes->sizes(), "; for x ", x.sizes(), " they must be Char [", blocks, ", ", block, "]");
-    TORCH_CHECK_VALUE(error_scale->scalar_type() == at::kFloat && error_scale->numel() == blocks, op, ": error scales are ",
-                      error_scale->scalar_type(), " ", error_scale->sizes(), "; they must be Float [", blocks, "]");
-    check_contiguous(op, "error codes", *error_codes);
-    check_contiguous(op, "error scales", *error_scale);
-    p.error_codes = error_codes->mutable_data_ptr<int8_t>();
-    p.error_scales = error_scale->mutable_data_ptr<float>();
+// 32 numbers in place: butterflies between vectors, then within them.
+GRPO_MC_INLINE void hadamard32(float* x) {
+  F8 v[kHadamardVectors];
+  for (int i = 0; i < kHadamardVectors; ++i) v[i] = load8(x + i * kLanes);
+  for (int step = 1; step < kHadamardVectors; step *= 2)
+    for (int i = 0; i < kHadamardVectors; ++i)
+      if ((i & step) == 0) {
+        const F8 a = v[i], b = v[i + step];
+        v[i] = a + b;
+        v[i + step] = a - b;
+      }
+  const auto within = [](F8 a, F8 swapped, I8 negative) { return swapped + (F8)((I8)a ^ negative); };
+  constexpr int32_t s = static_cast<int32_t>(0x80000000u);
+  const float scale = 0.17677669529663687f;  // 1 / sqrt(32)
+  for (int i = 0; i < kHadamardVectors; ++i) {
+    F8 a = v[i];
+    a = within(a, __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6), I8{0, s, 0, s, 0, s, 0, s});
+    a = within(a, __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5), I8{0, 0, s, s, 0, 0, s, s});
+    a = within(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3), I8{0, 0, 0, 0, s, s, s, s});
+    store8(x + i * kLanes, a * splat(scale));
   }
-  p.x = wide.const_data_ptr();
-  p.codes = codes.mutable_data_ptr<uint8_t>();
-  p.scales = scales.mutable_data_ptr<float>();
-  p.n = x.numel();
-  p.block = block;
-  p.seed = static_cast<uint64_t>(seed);
-  p.offset = static_cast<uint64_t>(offset);
-  p.stochastic = stochastic;
-  p.hadamard = hadamard;
-  parallel_for(blocks, std::max<int64_t>(1, kGrainEntries / block), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) GRPO_MC_KERNEL(int4_quantize_block)(p, i);
-  });
-  return {codes, scales};
 }
 
-void dequantize_int4_(Tensor& out, const Tensor& codes, const Tensor& scales, int64_t block, bool hadamard, bool add) {
-  const char* op = "dequantize_int4";
-  check_block(op, block);
-  const int64_t blocks = (out.numel() + block - 1) / block;
-  TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && codes.numel() == blocks * block / 2, op, ": codes are ", codes.scalar_type(), " ",
-                    codes.sizes(), "; for ", out.numel(), " entries they must be Byte [", blocks, ", ", block / 2, "]");
-  TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat && scales.numel() == blocks, op, ": scale is ", scales.scalar_type(), " ",
-                    scales.sizes(), "; it must be Float [", blocks, "]");
-  check_contiguous(op, "out", out);
-  check_no_overlap(op, "out", out, {codes, scales});
-  const Tensor from = codes.contiguous(), factors = scales.contiguous();
-  Int4Dequantize p{};
-  p.dtype = element_of(op, "out", out, false);
-  p.codes = from.const_data_ptr<uint8_t>();
-  p.scales = factors.const_data_ptr<float>();
-  p.out = out.mutable_data_ptr();
-  p.n = out.numel();
-  p.block = block;
-  p.hadamard = hadamard;
-  p.add = add;
-  parallel_for(blocks, std::max<int64_t>(1, kGrainEntries / block), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) GRPO_MC_KERNEL(int4_dequantize_block)(p, i);
-  });
+GRPO_MC_INLINE void hadamard(float* x, int64_t length) {
+  for (int64_t i = 0; i < length; i += kHadamardSize) hadamard32(x + i);
+}
+
+// The largest magnitude; NaN if any number is not finite.
+GRPO_MC_INLINE float largest(const float* x, int64_t length) {
+  Magnitudes sizes;
+  for (int64_t i = 0; i < length; i += kLanes) sizes.add(load8(x + i));
+  return sizes.amax();
+}
+
+GRPO_MC_INLINE float scale_for(float amax, float levels) { return std::max(amax / levels, kLowestScale); }
+
+template <typename T>
+GRPO_MC_INLINE void load_block(const T* x, int64_t count, int64_t block, float* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store8(out + i, load8(x + i));
+  for (; i < block; ++i) {
+    if constexpr (sizeof(T) == 2) out[i] = i < count ? bf16_to_float(x[i]) : 0.0f;
+    else out[i] = i < count ? x[i] : 0.0f;
+  }
+}
+
+GRPO_MC_INLINE F8 widen(const int8_t* p) {
+  F8 x;
+  for (int i = 0; i < kLanes; ++i) x[i] = p[i];
+  return x;
+}
+
+// y / scale as whole numbers from -7 to 7.
+GRPO_MC_INLINE void round_nearest(float* y, int64_t block, float inverse) {
+  for (int64_t i = 0; i < block; i += kLanes) {
+    const F8 whole = (load8(y + i) * splat(inverse) + splat(kMagic)) - splat(kMagic);
+    store8(y + i, max8(splat(-7.0f), min8(splat(7.0f), whole)));
+  }
+}
+
+// The same, up with the probability of the fraction.
+GRPO_MC_INLINE void round_stochastic(float* y, int64_t block, float inverse, uint64_t seed, uint64_t first) {
+  uint32_t words[4];
+  uint64_t have = ~uint64_t{0};
+  for (int64_t i = 0; i < block; ++i) {
+    const uint64_t index = first + static_cast<uint64_t>(i);
+    if (index / 4 != have) philox_block(have = index / 4, seed, words);
+    const float whole = std::floor(y[i] * inverse + unit_float(words[index % 4]));
+    y[i] = std::clamp(whole, -7.0f, 7.0f);
+  }
+}
+
+GRPO_MC_INLINE void pack(const float* q, int64_t block, uint8_t* codes) {
+  for (int64_t i = 0; i < block / 2; ++i)
+    codes[i] = static_cast<uint8_t>((static_cast<int>(q[2 * i]) + 8) | ((static_cast<int>(q[2 * i + 1]) + 8) << 4));
+}
+
+// The rest as 8-bit codes.
+GRPO_MC_INLINE float keep_rest(const float* rest, int64_t block, int8_t* codes) {
+  const float scale = scale_for(largest(rest, block), 127.0f);
+  const F8 inverse = splat(1.0f / scale);
+  for (int64_t i = 0; i < block; i += kLanes) {
+    const F8 whole = (load8(rest + i) * inverse + splat(kMagic)) - splat(kMagic);
+    const F8 bounded = max8(splat(-127.0f), min8(splat(127.0f), whole));
+    for (int j = 0; j < kLanes; ++j) codes[i + j] = static_cast<int8_t>(bounded[j]);
+  }
+  return scale;
+}
+
+template <typename T>
+GRPO_MC_INLINE void add_to(const float* from, T* to, int64_t count, bool add) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store8(to + i, add ? load8(to + i) + load8(from + i) : load8(from + i));
+  if (i < count) {
+    const F8 part = load_tail(from + i, count - i, 0.0f);
+    store_tail(to + i, count - i, add ? load_tail(to + i, count - i, 0.0f) + part : part);
+  }
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
-  m.impl("quantize_int4", quantize_int4);
-  m.impl("dequantize_int4_", dequantize_int4_);
+void int4_quantize_block(const Int4Quantize& p, int64_t index) {
+  alignas(32) float whole[kInt4MaxBlock], values[kInt4MaxBlock];
+  const int64_t first = index * p.block, count = std::min(p.block, p.n - first);
+  if (p.dtype == Element::kFloat) load_block(static_cast<const float*>(p.x) + first, count, p.block, whole);
+  else load_block(static_cast<const uint16_t*>(p.x) + first, count, p.block, whole);
+  int8_t* error = p.error_codes == nullptr ? nullptr : p.error_codes + first;
+  if (error != nullptr)
+    for (int64_t i = 0; i < p.block; i += kLanes) store8(whole + i, load8(whole + i) + widen(error + i) * splat(p.error_scales[index]));
+  std::copy(whole, whole + p.block, values);
+  if (p.hadamard) hadamard(values, p.block);
+  const float amax = largest(values, p.block);
+  uint8_t* codes = p.codes + index * p.block / 2;
+  if (std::isnan(amax)) {
+    p.scales[index] = amax;
+    std::fill(codes, codes + p.block / 2, uint8_t{0x88});
+    return;
+  }
+  const float scale = scale_for(amax, 7.0f), inverse = 1.0f / scale;
+  p.scales[index] = scale;
+  if (p.stochastic) round_stochastic(values, p.block, inverse, p.seed, p.offset + static_cast<uint64_t>(first));
+  else round_nearest(values, p.block, inverse);
+  pack(values, p.block, codes);
+  if (error == nullptr) return;
+  for (int64_t i = 0; i < p.block; i += kLanes) store8(values + i, load8(values + i) * splat(scale));
+  if (p.hadamard) hadamard(values, p.block);
+  for (int64_t i = 0; i < p.block; i += kLanes) store8(whole + i, load8(whole + i) - load8(values + i));
+  p.error_scales[index] = keep_rest(whole, p.block, error);
 }
 
-}  // namespace grpo_mc
+void int4_dequantize_block(const Int4Dequantize& p, int64_t index) {
+  alignas(32) float values[kInt4MaxBlock];
+  const int64_t first = index * p.block, count = std::min(p.block, p.n - first);
+  const uint8_t* codes = p.codes + index * p.block / 2;
+  const float scale = p.scales[index];
+  for (int64_t i = 0; i < p.block / 2; ++i) {
+    values[2 * i] = static_cast<float>((codes[i] & 15) - 8) * scale;
+    values[2 * i + 1] = static_cast<float>((codes[i] >> 4) - 8) * scale;
+  }
+  if (p.hadamard) hadamard(values, p.block);
+  if (p.dtype == Element::kFloat) add_to(values, static_cast<float*>(p.out) + first, count, p.add);
+  else add_to(values, static_cast<uint16_t*>(p.out) + first, count, p.add);
+}
+
+}  // namespace grpo_mc::GRPO_MC_ISA

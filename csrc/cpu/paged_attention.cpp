@@ -1,95 +1,118 @@
-// paged_attention on the CPU: checks, and one kernel call per (row, key-value head).
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+// Decode attention of the query heads that share one key-value head, over a paged cache, with a running softmax.
+#include <cmath>
 
-#include <vector>
-
-#include "cpu/checks.h"
 #include "cpu/kernels.h"
-#include "cpu/parallel.h"
+#include "cpu/vec.h"
 
-namespace grpo_mc {
+namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
-using at::Tensor;
-
-void check_shapes(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& tables, const Tensor& lengths) {
-  const char* op = "paged_attention";
-  TORCH_CHECK_VALUE(query.dim() == 3, op, ": query has shape ", query.sizes(), "; it must be [B, Hq, D]");
-  TORCH_CHECK_VALUE(keys.dim() == 4 && keys.sizes() == values.sizes(), op, ": key_cache has shape ", keys.sizes(),
-                    " and value_cache ", values.sizes(), "; both must be [N, block, Hkv, D]");
-  TORCH_CHECK_VALUE(keys.scalar_type() == values.scalar_type(), op, ": key_cache is ", keys.scalar_type(),
-                    " but value_cache is ", values.scalar_type(), "; they must have one dtype");
-  TORCH_CHECK_VALUE(keys.size(3) == query.size(2) && keys.size(2) > 0 && query.size(1) % keys.size(2) == 0, op, ": query is ",
-                    query.sizes(), " but the cache is ", keys.sizes(), "; D must be equal and Hq a multiple of Hkv");
-  TORCH_CHECK_VALUE(keys.size(1) > 0, op, ": the cache has blocks of 0 tokens");
-  TORCH_CHECK_VALUE(keys.stride(3) == 1 && values.stride(3) == 1, op, ": the D values of a cache entry must be adjacent in memory");
-  TORCH_CHECK_VALUE(tables.dim() == 2 && tables.size(0) == query.size(0) && tables.scalar_type() == at::kInt, op,
-                    ": block_tables is ", tables.scalar_type(), tables.sizes(), "; it must be Int[", query.size(0), ", M]");
-  check_vector(op, "lengths", lengths, query.size(0), at::kInt);
+template <typename T>
+GRPO_MC_INLINE const T* slot(const void* cache, const PagedHead& h, int64_t token, int64_t block_stride, int64_t slot_stride) {
+  const int64_t block = h.blocks[token / h.block_size];
+  return static_cast<const T*>(cache) + block * block_stride + (token % h.block_size) * slot_stride;
 }
 
-// Every block a row will read must exist: a wrong table is an error here, never a read outside the cache.
-void check_tables(const Tensor& tables, const Tensor& lengths, int64_t num_blocks, int64_t block_size) {
-  const int32_t* length = lengths.const_data_ptr<int32_t>();
-  for (int64_t b = 0; b < lengths.size(0); ++b) {
-    const int64_t used = (static_cast<int64_t>(length[b]) + block_size - 1) / block_size;
-    TORCH_CHECK_VALUE(length[b] >= 0 && used <= tables.size(1), "paged_attention: lengths[", b, "] is ", length[b],
-                      "; it must lie in [0, ", tables.size(1) * block_size, "], what the block table can hold");
-    const int32_t* table = tables.const_data_ptr<int32_t>() + b * tables.size(1);
-    for (int64_t i = 0; i < used; ++i) {
-      TORCH_CHECK_VALUE(table[i] >= 0 && table[i] < num_blocks, "paged_attention: block_tables[", b, ", ", i, "] is ", table[i],
-                        "; the cache has blocks 0 to ", num_blocks - 1);
+template <typename T>
+GRPO_MC_INLINE F8 load_part(const T* p, int64_t left) {
+  return left >= kLanes ? load8(p) : load_tail(p, left, 0.0f);
+}
+
+// scores[g, i] = query[g] . key[begin + i], four tokens at a time so that one load of the query serves four keys.
+template <typename T>
+void score_chunk(const PagedHead& h, int64_t begin, int64_t count, float* scores) {
+  for (int64_t i = 0; i < count; i += 4) {
+    const T* key[4];
+    for (int64_t k = 0; k < 4; ++k) {
+      const int64_t token = begin + (i + k < count ? i + k : i);
+      key[k] = slot<T>(h.keys, h, token, h.key_block_stride, h.key_slot_stride);
+    }
+    for (int64_t g = 0; g < h.group; ++g) {
+      const float* query = h.query + g * h.head_dim;
+      F8 acc[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+      for (int64_t d = 0; d < h.head_dim; d += kLanes) {
+        const int64_t left = h.head_dim - d;
+        const F8 q = load_part(query + d, left);
+        for (int k = 0; k < 4; ++k) acc[k] = fma8(q, load_part(key[k] + d, left), acc[k]);
+      }
+      for (int64_t k = 0; k < 4 && i + k < count; ++k) scores[g * kPagedChunk + i + k] = sum8(acc[k]);
     }
   }
 }
 
-Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
-                       const Tensor& lengths, double scale) {
-  check_shapes(query, key_cache, value_cache, block_tables, lengths);
-  check_finite("paged_attention", "scale", scale);
-  element_of("paged_attention", "query", query, /*allow_double=*/false);
-  const Element cache = element_of("paged_attention", "key_cache", key_cache, /*allow_double=*/false);
-  const Tensor tables = block_tables.contiguous(), used = lengths.contiguous();
-  check_tables(tables, used, key_cache.size(0), key_cache.size(1));
+// Turns a chunk's scores of one head into exp(score - max) and rescales what was summed before.
+void softmax_chunk(float* scores, int64_t count, float* max, float* sum, float* out, int64_t head_dim) {
+  float best = *max;
+  for (int64_t i = 0; i < count; ++i) best = scores[i] > best ? scores[i] : best;
+  if (best > *max) {
+    const float factor = exp8(splat(*max - best))[0];  // 0 on the first chunk, where max is -inf
+    *sum *= factor;
+    for (int64_t d = 0; d < head_dim; ++d) out[d] *= factor;
+    *max = best;
+  }
+  F8 total = splat(0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t left = count - i < kLanes ? count - i : kLanes;
+    const F8 e = exp8(load_tail(scores + i, left, -kInf) - splat(best));
+    total += e;
+    store_tail(scores + i, left, e);
+  }
+  *sum += sum8(total);
+}
 
-  const int64_t rows = query.size(0), heads = key_cache.size(2), head_dim = query.size(2);
-  const int64_t group = query.size(1) / heads;
-  const Tensor scaled = query.to(at::kFloat).mul(scale).contiguous();
-  Tensor out = at::empty(query.sizes(), query.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
-  const float* query_data = scaled.const_data_ptr<float>();
-  float* out_data = out.mutable_data_ptr<float>();
-  const char* keys = static_cast<const char*>(key_cache.const_data_ptr());
-  const char* values = static_cast<const char*>(value_cache.const_data_ptr());
-  const int64_t width = key_cache.element_size();
-
-  parallel_for(rows * heads, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch(static_cast<size_t>(paged_scratch_floats(group)));
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / heads, head = item % heads;
-      PagedHead h{};
-      h.query = query_data + item * group * head_dim;
-      h.out = out_data + item * group * head_dim;
-      h.keys = keys + head * key_cache.stride(2) * width;
-      h.values = values + head * value_cache.stride(2) * width;
-      h.blocks = tables.const_data_ptr<int32_t>() + row * tables.size(1);
-      h.key_block_stride = key_cache.stride(0);
-      h.key_slot_stride = key_cache.stride(1);
-      h.value_block_stride = value_cache.stride(0);
-      h.value_slot_stride = value_cache.stride(1);
-      h.length = used.const_data_ptr<int32_t>()[row];
-      h.block_size = key_cache.size(1);
-      h.group = group;
-      h.head_dim = head_dim;
-      h.scratch = scratch.data();
-      GRPO_MC_KERNEL(paged_attention_head)(h, cache);
+// out[g] += sum_i weights[g, i] * value[begin + i], four tokens per visit of the accumulator.
+template <typename T>
+void add_values(const PagedHead& h, int64_t begin, int64_t count, const float* weights) {
+  for (int64_t i = 0; i < count; i += 4) {
+    const int64_t n = count - i < 4 ? count - i : 4;
+    const T* value[4];
+    for (int64_t k = 0; k < 4; ++k) {
+      value[k] = slot<T>(h.values, h, begin + i + (k < n ? k : 0), h.value_block_stride, h.value_slot_stride);
     }
-  });
-  return out.to(query.scalar_type());
+    for (int64_t g = 0; g < h.group; ++g) {
+      const float* w = weights + g * kPagedChunk + i;
+      F8 weight[4];
+      for (int64_t k = 0; k < 4; ++k) weight[k] = splat(k < n ? w[k] : 0.0f);
+      float* out = h.out + g * h.head_dim;
+      for (int64_t d = 0; d < h.head_dim; d += kLanes) {
+        const int64_t left = h.head_dim - d;
+        F8 acc = load_part(out + d, left);
+        for (int64_t k = 0; k < n; ++k) acc = fma8(weight[k], load_part(value[k] + d, left), acc);
+        if (left >= kLanes) store8(out + d, acc);
+        else store_tail(out + d, left, acc);
+      }
+    }
+  }
+}
+
+template <typename T>
+void attend(const PagedHead& h) {
+  float* scores = h.scratch;
+  float* max = scores + h.group * kPagedChunk;
+  float* sum = max + h.group;
+  for (int64_t g = 0; g < h.group; ++g) {
+    max[g] = -kInf;
+    sum[g] = 0.0f;
+  }
+  memset(h.out, 0, static_cast<size_t>(h.group * h.head_dim) * sizeof(float));
+  for (int64_t begin = 0; begin < h.length; begin += kPagedChunk) {
+    const int64_t count = h.length - begin < kPagedChunk ? h.length - begin : kPagedChunk;
+    score_chunk<T>(h, begin, count, scores);
+    for (int64_t g = 0; g < h.group; ++g) {
+      softmax_chunk(scores + g * kPagedChunk, count, max + g, sum + g, h.out + g * h.head_dim, h.head_dim);
+    }
+    add_values<T>(h, begin, count, scores);
+  }
+  for (int64_t g = 0; g < h.group && h.length > 0; ++g) {
+    for (int64_t d = 0; d < h.head_dim; ++d) h.out[g * h.head_dim + d] /= sum[g];
+  }
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) { m.impl("paged_attention", paged_attention); }
+void paged_attention_head(const PagedHead& head, Element cache) {
+  if (cache == Element::kBFloat16) attend<uint16_t>(head);
+  else attend<float>(head);
+}
 
-}  // namespace grpo_mc
+}  // namespace grpo_mc::GRPO_MC_ISA

@@ -1,41 +1,30 @@
-// rms_norm on the CPU: checks, and one kernel call per row.
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+// Root-mean-square norm of one row: one pass for the sum of squares, one that scales.
+#include <cmath>
 
-#include <algorithm>
-
-#include "cpu/checks.h"
 #include "cpu/kernels.h"
-#include "cpu/parallel.h"
+#include "cpu/vec.h"
 
-namespace grpo_mc {
-namespace {
+namespace grpo_mc::GRPO_MC_ISA {
 
-using at::Tensor;
-
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  TORCH_CHECK_VALUE(x.dim() >= 1 && weight.dim() == 1 && x.size(-1) == weight.size(0), "rms_norm: x is ", x.sizes(),
-                    " and weight ", weight.sizes(), "; they must be [..., H] and [H]");
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat, "rms_norm: x is ", x.scalar_type(),
-                    " and weight ", weight.scalar_type(), "; the CPU operator takes Float");
-  check_finite("rms_norm", "eps", eps);
-  TORCH_CHECK_VALUE(eps >= 0, "rms_norm: eps is ", eps, "; it must be at least 0");
-  const Tensor rows = x.contiguous(), scale = weight.contiguous();
-  Tensor out = at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
-  const int64_t width = weight.size(0);
-  if (out.numel() == 0) return out;
-  const float *from = rows.const_data_ptr<float>(), *factors = scale.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  const int64_t grain = std::max<int64_t>(1, 32768 / width);  // a handful of rows is not worth another thread
-  parallel_for(out.numel() / width, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      GRPO_MC_KERNEL(rms_norm_row)(from + row * width, factors, to + row * width, width, eps);
-  });
-  return out;
+void rms_norm_row(const float* x, const float* weight, float* out, int64_t width, double eps) {
+  F8 sums[4] = {};  // of four vectors in turn, so that additions do not wait for each other
+  int64_t k = 0;
+  for (; k + 4 * kLanes <= width; k += 4 * kLanes)
+    for (int i = 0; i < 4; ++i) {
+      const F8 part = load8(x + k + i * kLanes);
+      sums[i] = fma8(part, part, sums[i]);
+    }
+  for (; k < width; k += kLanes) {
+    const F8 part = k + kLanes <= width ? load8(x + k) : load_tail(x + k, width - k, 0.0f);
+    sums[0] = fma8(part, part, sums[0]);
+  }
+  const double mean = sum8((sums[0] + sums[1]) + (sums[2] + sums[3])) / static_cast<double>(width);
+  const F8 scale = splat(static_cast<float>(1.0 / std::sqrt(mean + eps)));
+  for (k = 0; k + kLanes <= width; k += kLanes) store8(out + k, load8(x + k) * scale * load8(weight + k));
+  if (k < width) {
+    const int64_t left = width - k;
+    store_tail(out + k, left, load_tail(x + k, left, 0.0f) * scale * load_tail(weight + k, left, 0.0f));
+  }
 }
 
-}  // namespace
-
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) { m.impl("rms_norm", rms_norm); }
-
-}  // namespace grpo_mc
+}  // namespace grpo_mc::GRPO_MC_ISA

@@ -1,198 +1,178 @@
-// token_logprobs on the CPU: checks, and one row kernel per token. The arithmetic is in kernels/token_logprobs.cpp.
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
-#include <atomic>
+// Row kernels of token_logprobs: softmax statistics in one pass, and the gradient from the saved log-sum-exp.
 #include <cmath>
-#include <optional>
-#include <tuple>
 
-#include "common/numerics.h"
-#include "cpu/checks.h"
 #include "cpu/kernels.h"
-#include "cpu/memory.h"
-#include "cpu/parallel.h"
+#include "cpu/vec.h"
 
-namespace grpo_mc {
+namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
-using at::Tensor;
+constexpr int64_t kBlock = 2048;  // columns whose maximum is taken before their exp: 8 KB of float, in L1
+constexpr int64_t kPart = 512;    // columns summed in float lanes (32 additions each) before they join the float64 sums
 
-// One shard of logits, [T, columns]: column j is token vocab_start + j, and counts when that is below vocab_size.
-struct Shard {
-  Shard(const char* op, const Tensor& logits_, const Tensor& targets_, int64_t start_, int64_t vocab_size, double temperature)
-      : start(start_), inv_temperature(1.0 / temperature) {
-    TORCH_CHECK_VALUE(logits_.dim() == 2, op, ": logits has shape ", logits_.sizes(), "; it must be [T, V]");
-    TORCH_CHECK_VALUE(temperature > 0 && std::isfinite(temperature), op, ": temperature is ", temperature,
-                      "; it must be positive and finite (greedy sampling has no log-probs to train on)");
-    // The kernels scale in float32, where 1e-39 is a temperature of 0 and 1e46 one of infinity.
-    const float narrow = static_cast<float>(inv_temperature);
-    TORCH_CHECK_VALUE(narrow > 0 && std::isfinite(narrow), op, ": temperature is ", temperature,
-                      ", whose inverse float32 cannot hold; it must lie between 1e-38 and 1e38");
-    TORCH_CHECK_VALUE(start >= 0 && vocab_size > 0, op, ": vocab_start is ", start, " and vocab_size is ", vocab_size,
-                      "; they must be at least 0 and 1");
-    dtype = element_of(op, "logits", logits_, /*allow_double=*/true);
-    logits = logits_.stride(1) == 1 || logits_.numel() == 0 ? logits_ : logits_.contiguous();
-    tokens = logits.size(0);
-    columns = logits.size(1);
-    valid = std::max<int64_t>(0, std::min(columns, vocab_size - start));
-    check_vector(op, "targets", targets_, tokens, at::kLong);
-    targets = targets_.contiguous();
+template <typename T>
+GRPO_MC_INLINE F8 load_or_tail(const T* x, int64_t left, float fill) {
+  return left >= kLanes ? load8(x) : load_tail(x, left, fill);
+}
+
+template <typename T>
+float block_max(const T* x, int64_t n) {
+  F8 best[4] = {splat(-kInf), splat(-kInf), splat(-kInf), splat(-kInf)};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int k = 0; k < 4; ++k) best[k] = max8(load8(x + i + k * kLanes), best[k]);  // a NaN is dropped here
   }
+  for (; i < n; i += kLanes) best[0] = max8(load_or_tail(x + i, n - i, -kInf), best[0]);
+  return reduce_max8(max8(max8(best[0], best[1]), max8(best[2], best[3])));
+}
 
-  const char* row(int64_t t) const {
-    return static_cast<const char*>(logits.const_data_ptr()) + t * logits.stride(0) * logits.element_size();
-  }
-
-  // Column of token t's target, or -1 when another shard has it.
-  int64_t column(int64_t t) const {
-    const int64_t j = targets.const_data_ptr<int64_t>()[t] - start;
-    return j >= 0 && j < valid ? j : -1;
-  }
-
-  double logit(int64_t t, int64_t column) const {
-    if (dtype == Element::kDouble) return reinterpret_cast<const double*>(row(t))[column];
-    if (dtype == Element::kFloat) return reinterpret_cast<const float*>(row(t))[column];
-    return bf16_to_float(reinterpret_cast<const uint16_t*>(row(t))[column]);
-  }
-
-  at::ScalarType out_dtype() const { return dtype == Element::kDouble ? at::kDouble : at::kFloat; }
-
-  Tensor logits, targets;
-  int64_t start, tokens = 0, columns = 0, valid = 0;
-  double inv_temperature;
-  Element dtype = Element::kFloat;
+struct PartSums {
+  float sum, sum_z;
 };
 
-void check_targets(const char* op, const Tensor& targets, int64_t vocab_size) {
-  const int64_t* target = targets.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < targets.size(0); ++t) {
-    TORCH_CHECK_VALUE(target[t] >= 0 && target[t] < vocab_size, op, ": targets[", t, "] is ", target[t],
-                      "; it must lie in [0, ", vocab_size, "), the vocabulary without padding");
-  }
-}
-
-// Output vector that takes float64 values and stores float32, or float64 for float64 logits.
-struct Out {
-  Out(int64_t size, at::ScalarType dtype) : tensor(at::empty({size}, at::TensorOptions().dtype(dtype))) {
-    if (dtype == at::kDouble) wide = tensor.mutable_data_ptr<double>();
-    else narrow = tensor.mutable_data_ptr<float>();
-  }
-  void set(int64_t t, double value) const {
-    if (wide != nullptr) wide[t] = value;
-    else narrow[t] = static_cast<float>(value);
-  }
-  Tensor tensor;
-  double* wide = nullptr;
-  float* narrow = nullptr;
-};
-
-std::tuple<Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits, const Tensor& targets, double temperature,
-                                                  int64_t vocab_size, bool with_entropy, bool inplace_backward) {
-  const char* op = "token_logprobs";
-  const Shard s(op, logits, targets, 0, vocab_size, temperature);
-  TORCH_CHECK_VALUE(vocab_size <= s.columns, op, ": vocab_size is ", vocab_size, " but logits has ", s.columns, " columns");
-  TORCH_CHECK_VALUE(!inplace_backward || s.logits.is_same(logits), op,
-                    ": inplace_backward needs logits whose columns are adjacent in memory; got strides ", logits.strides());
-  check_targets(op, s.targets, vocab_size);
-  const Out logprobs(s.tokens, s.out_dtype()), entropy(with_entropy ? s.tokens : 0, s.out_dtype()), lse(s.tokens, at::kDouble);
-  parallel_for(s.tokens, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const RowStats r = GRPO_MC_KERNEL(row_stats)(s.row(t), s.dtype, s.valid, s.inv_temperature, with_entropy);
-      const double log_sum = std::log(r.sum);
-      logprobs.set(t, (s.logit(t, s.column(t)) - r.max) * s.inv_temperature - log_sum);
-      if (with_entropy) entropy.set(t, log_sum - r.sum_z / r.sum);
-      lse.set(t, r.max * s.inv_temperature + log_sum);
+template <bool kSumZ, typename T>
+PartSums part_sums(const T* x, int64_t n, float max, float inv_temperature) {
+  // exp8 is 0 below -87.3, so bounding z there keeps 0 * z finite for a logit of -inf. A NaN passes through max8.
+  const F8 vmax = splat(max), scale = splat(inv_temperature), lowest = splat(-104.0f);
+  F8 sum[2] = {splat(0.0f), splat(0.0f)}, sum_z[2] = {splat(0.0f), splat(0.0f)};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    __builtin_prefetch(x + i + kBlock);
+    for (int k = 0; k < 2; ++k) {
+      const F8 z = max8(lowest, (load8(x + i + k * kLanes) - vmax) * scale);
+      const F8 e = exp8(z);
+      sum[k] += e;
+      if (kSumZ) sum_z[k] = fma8(e, z, sum_z[k]);
     }
-  });
-  return {logprobs.tensor, entropy.tensor, lse.tensor};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprob_stats(const Tensor& logits, const Tensor& targets,
-                                                               int64_t vocab_start, int64_t vocab_size, double temperature) {
-  const Shard s("token_logprob_stats", logits, targets, vocab_start, vocab_size, temperature);
-  check_targets("token_logprob_stats", s.targets, vocab_size);
-  const Out max(s.tokens, s.out_dtype()), sumexp(s.tokens, s.out_dtype()), sum_p_logit(s.tokens, s.out_dtype()),
-      target_logit(s.tokens, s.out_dtype());
-  parallel_for(s.tokens, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const RowStats r = GRPO_MC_KERNEL(row_stats)(s.row(t), s.dtype, s.valid, s.inv_temperature, true);
-      const int64_t column = s.column(t);
-      max.set(t, r.max * s.inv_temperature);
-      sumexp.set(t, r.sum);
-      sum_p_logit.set(t, r.sum_z);
-      target_logit.set(t, column < 0 ? 0.0 : s.logit(t, column) * s.inv_temperature);
-    }
-  });
-  return {max.tensor, sumexp.tensor, sum_p_logit.tensor, target_logit.tensor};
-}
-
-struct Backward {
-  const Tensor &lse, &grad_logprobs;
-  const std::optional<Tensor>&entropy, &grad_entropy;
-};
-
-Tensor per_token(const char* op, const char* name, const Tensor& x, int64_t tokens) {
-  TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == tokens, op, ": ", name, " has shape ", x.sizes(), "; it must be [", tokens, "]");
-  return x.to(at::kDouble).contiguous();
-}
-
-void run_backward(const char* op, const Shard& s, const Backward& b, const Tensor& out) {
-  TORCH_CHECK_VALUE(!b.grad_entropy.has_value() || b.entropy.has_value(), op, ": grad_entropy needs entropy");
-  const Tensor lse = per_token(op, "lse", b.lse, s.tokens), grad = per_token(op, "grad_logprobs", b.grad_logprobs, s.tokens);
-  Tensor entropy, grad_entropy;
-  if (b.grad_entropy.has_value()) {
-    entropy = per_token(op, "entropy", *b.entropy, s.tokens);
-    grad_entropy = per_token(op, "grad_entropy", *b.grad_entropy, s.tokens);
   }
-  char* out_data = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t out_stride = out.stride(0) * out.element_size();
-  parallel_for(s.tokens, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      RowGrad row{};
-      row.logits = s.row(t);
-      row.out = out_data + t * out_stride;
-      row.num_valid = s.valid;
-      row.num_columns = s.columns;
-      row.target = s.column(t);
-      row.inv_temperature = s.inv_temperature;
-      row.lse = lse.const_data_ptr<double>()[t];
-      row.grad_logprob = grad.const_data_ptr<double>()[t];
-      row.entropy = entropy.defined() ? entropy.const_data_ptr<double>()[t] : 0.0;
-      row.grad_entropy = grad_entropy.defined() ? grad_entropy.const_data_ptr<double>()[t] : 0.0;
-      GRPO_MC_KERNEL(row_grad)(row, s.dtype);
+  for (; i < n; i += kLanes) {
+    const F8 z = max8(lowest, (load_or_tail(x + i, n - i, -kInf) - vmax) * scale);
+    const F8 e = exp8(z);
+    sum[0] += e;
+    if (kSumZ) sum_z[0] = fma8(e, z, sum_z[0]);
+  }
+  return {sum8(sum[0] + sum[1]), sum8(sum_z[0] + sum_z[1])};
+}
+
+template <typename T>
+bool has_nan(const T* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = load_tail(x + i, 1, 0.0f)[0];
+    if (value != value) return true;
+  }
+  return false;
+}
+
+// One pass over memory: each block is read for its maximum and again, from L1, for its sums; the running sums are
+// rescaled when the maximum rises. Across parts the sums are float64, so the error does not grow with the vocabulary.
+template <bool kSumZ, typename T>
+RowStats stats(const T* x, int64_t n, double inv_temperature) {
+  RowStats row{-std::numeric_limits<double>::infinity(), 0.0, 0.0};
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t size = n - begin < kBlock ? n - begin : kBlock;
+    const float best = block_max(x + begin, size);
+    if (best > row.max) {
+      if (row.sum > 0) {
+        const double z = (row.max - best) * inv_temperature;
+        const double factor = std::exp(z);
+        row.sum_z = factor > 0 ? factor * (row.sum_z + z * row.sum) : 0.0;
+        row.sum *= factor;
+      }
+      row.max = best;
     }
-  });
+    if (row.max == -std::numeric_limits<double>::infinity()) {
+      if (has_nan(x + begin, size)) return {row.max, NAN, NAN};
+      continue;  // only -inf so far: nothing to add
+    }
+    for (int64_t i = begin; i < begin + size; i += kPart) {
+      const int64_t columns = begin + size - i < kPart ? begin + size - i : kPart;
+      const PartSums part =
+          part_sums<kSumZ>(x + i, columns, static_cast<float>(row.max), static_cast<float>(inv_temperature));
+      row.sum += part.sum;
+      row.sum_z += part.sum_z;
+    }
+  }
+  return row;
 }
 
-Tensor token_logprobs_backward(const Tensor& logits, const Tensor& targets, const Tensor& lse,
-                               const std::optional<Tensor>& entropy, const Tensor& grad_logprobs,
-                               const std::optional<Tensor>& grad_entropy, double temperature, int64_t vocab_start,
-                               int64_t vocab_size) {
-  const Shard s("token_logprobs_backward", logits, targets, vocab_start, vocab_size, temperature);
-  const Tensor out = at::empty(s.logits.sizes(), s.logits.options());
-  advise_huge_pages(out.mutable_data_ptr(), out.nbytes());
-  run_backward("token_logprobs_backward", s, {lse, grad_logprobs, entropy, grad_entropy}, out);
-  return out;
+RowStats stats_double(const double* x, int64_t n, double inv_temperature) {
+  RowStats row{-std::numeric_limits<double>::infinity(), 0.0, 0.0};
+  for (int64_t i = 0; i < n; ++i) row.max = x[i] > row.max ? x[i] : row.max;
+  for (int64_t i = 0; i < n; ++i) {
+    if (x[i] == -std::numeric_limits<double>::infinity()) continue;
+    const double z = (x[i] - row.max) * inv_temperature, e = std::exp(z);
+    row.sum += e;
+    row.sum_z += e * z;
+  }
+  return row;
 }
 
-void token_logprobs_backward_(const Tensor& logits, const Tensor& targets, const Tensor& lse,
-                              const std::optional<Tensor>& entropy, const Tensor& grad_logprobs,
-                              const std::optional<Tensor>& grad_entropy, double temperature, int64_t vocab_start,
-                              int64_t vocab_size) {
-  const Shard s("token_logprobs_backward_", logits, targets, vocab_start, vocab_size, temperature);
-  TORCH_CHECK_VALUE(s.logits.is_same(logits), "token_logprobs_backward_: writing over the logits needs columns adjacent in "
-                    "memory; got strides ", logits.strides(), "; use inplace=False");
-  run_backward("token_logprobs_backward_", s, {lse, grad_logprobs, entropy, grad_entropy}, logits);
+template <typename T>
+void grad(const RowGrad& row) {
+  const T* x = static_cast<const T*>(row.logits);
+  T* out = static_cast<T*>(row.out);
+  // z - lse = (x - high) * inv_temperature - low, with x - high exact near the maximum: logits of 1e4 lose nothing.
+  const float high = static_cast<float>(row.lse / row.inv_temperature);
+  const F8 vhigh = splat(high), scale = splat(static_cast<float>(row.inv_temperature));
+  const F8 low = splat(static_cast<float>(row.lse - static_cast<double>(high) * row.inv_temperature));
+  const F8 constant = splat(static_cast<float>(-row.inv_temperature * (row.grad_logprob + row.grad_entropy * row.entropy)));
+  const F8 slope = splat(static_cast<float>(-row.inv_temperature * row.grad_entropy));
+  const F8 lowest = splat(-104.0f);
+  const auto value = [&](F8 logit) {
+    const F8 logp = max8(lowest, (logit - vhigh) * scale - low);
+    return exp8(logp) * fma8(slope, logp, constant);
+  };
+  const float at_target = row.target < 0 ? 0.0f
+                                         : value(load_tail(x + row.target, 1, 0.0f))[0] +
+                                               static_cast<float>(row.inv_temperature * row.grad_logprob);
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= row.num_valid; i += 2 * kLanes) {
+    const F8 first = value(load8(x + i)), second = value(load8(x + i + kLanes));
+    store8(out + i, first);
+    store8(out + i + kLanes, second);
+  }
+  for (; i < row.num_valid; i += kLanes) {
+    const int64_t left = row.num_valid - i < kLanes ? row.num_valid - i : kLanes;
+    store_tail(out + i, left, value(load_tail(x + i, left, -kInf)));
+  }
+  if (row.target >= 0) store_tail(out + row.target, 1, splat(at_target));
+}
+
+void grad_double(const RowGrad& row) {
+  const double* x = static_cast<const double*>(row.logits);
+  double* out = static_cast<double*>(row.out);
+  for (int64_t i = 0; i < row.num_valid; ++i) {
+    const double logp = x[i] * row.inv_temperature - row.lse, p = std::exp(logp);
+    const double entropy_part = p > 0 ? p * row.grad_entropy * (logp + row.entropy) : 0.0;
+    double g = -p * row.grad_logprob - entropy_part;
+    if (i == row.target) g += row.grad_logprob;
+    out[i] = g * row.inv_temperature;
+  }
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
-  m.impl("token_logprobs", token_logprobs);
-  m.impl("token_logprob_stats", token_logprob_stats);
-  m.impl("token_logprobs_backward", token_logprobs_backward);
-  m.impl("token_logprobs_backward_", token_logprobs_backward_);
+RowStats row_stats(const void* logits, Element dtype, int64_t n, double inv_temperature, bool with_sum_z) {
+  if (dtype == Element::kDouble) return stats_double(static_cast<const double*>(logits), n, inv_temperature);
+  if (dtype == Element::kBFloat16) {
+    const auto* x = static_cast<const uint16_t*>(logits);
+    return with_sum_z ? stats<true>(x, n, inv_temperature) : stats<false>(x, n, inv_temperature);
+  }
+  const auto* x = static_cast<const float*>(logits);
+  return with_sum_z ? stats<true>(x, n, inv_temperature) : stats<false>(x, n, inv_temperature);
 }
 
-}  // namespace grpo_mc
+void row_grad(const RowGrad& row, Element dtype) {
+  const int64_t width = dtype == Element::kDouble ? 8 : dtype == Element::kFloat ? 4 : 2;
+  char* out = static_cast<char*>(row.out);
+  if (row.grad_logprob == 0 && row.grad_entropy == 0) {  // a masked token: exact zeros, whatever the logits hold
+    memset(out, 0, static_cast<size_t>(row.num_columns * width));
+    return;
+  }
+  if (dtype == Element::kDouble) grad_double(row);
+  else if (dtype == Element::kBFloat16) grad<uint16_t>(row);
+  else grad<float>(row);
+  memset(out + row.num_valid * width, 0, static_cast<size_t>((row.num_columns - row.num_valid) * width));
+}
+
+}  // namespace grpo_mc::GRPO_MC_ISA

@@ -1,4 +1,4 @@
-// Eight float lanes for the kernels in csrc/cpu/kernels/, which are compiled once per instruction set.
+// Eight float lanes for the kernels in csrc/cpu/, which are compiled once per instruction set.
 //
 // The types are compiler vectors, so the same code gives ymm instructions under -mavx2 and pairs of xmm without it.
 // Only fma, min and max are spelt per instruction set. Lane order and the order of reductions are fixed, so a result

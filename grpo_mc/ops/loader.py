@@ -17,7 +17,7 @@ import torch
 
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "_C.abi3.so"
-CUDA_LIBRARY = FOLDER / "_C_cuda.abi3.so"
+CUDA_LIBRARY = FOLDER / "_cuda.so"
 BUILD_COMMAND = "pip install --no-build-isolation -e .   (in the grpo_mc checkout, with the torch you run)"
 _MARKER = re.compile(rb"grpo_mc-built-with-torch=([0-9A-Za-z.+_-]+);")
 
@@ -62,8 +62,8 @@ def load() -> None:
         ) from error
     if CUDA_LIBRARY.exists():
         try:
-            torch.ops.load_library(str(CUDA_LIBRARY))
-        except OSError as error:  # the CPU operators are good without it: a machine without the CUDA run time
+            torch.ops.grpo_mc.load_cuda(str(CUDA_LIBRARY), False)
+        except RuntimeError as error:  # the CPU operators are good without it
             warnings.warn(f"grpo_mc.ops: CUDA operators are off, {CUDA_LIBRARY} does not load: {error}", stacklevel=2)
 
 

@@ -1,4 +1,4 @@
-// Argument checks shared by the CPU operators. A message says operation, what was got, and what is needed.
+// Argument checks shared by the drivers. A message says operation, what was got, and what is needed.
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
@@ -36,7 +36,7 @@ inline Element element_of(const char* op, const char* name, const at::Tensor& x,
   if (x.scalar_type() == at::kFloat) return Element::kFloat;
   if (x.scalar_type() == at::kBFloat16) return Element::kBFloat16;
   TORCH_CHECK_VALUE(allow_double && x.scalar_type() == at::kDouble, op, ": ", name, " has dtype ", x.scalar_type(),
-                    "; the CPU operator takes Float", allow_double ? ", BFloat16 or Double" : " or BFloat16");
+                    "; the operator takes Float", allow_double ? ", BFloat16 or Double" : " or BFloat16");
   return Element::kDouble;
 }
 

@@ -9,8 +9,8 @@
 #include <string_view>
 #include <vector>
 
-#include "cpu/checks.h"
-#include "cpu/parallel.h"
+#include "drivers/checks.h"
+#include "drivers/parallel.h"
 
 namespace grpo_mc {
 namespace {

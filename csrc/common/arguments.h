@@ -1,0 +1,156 @@
+// What one call of an operator works on: plain structs that the drivers fill in and the kernels of csrc/cpu/ and csrc/cuda/
+// read. No torch, no CUDA: the CUDA library knows nothing else of the outside.
+#pragma once
+
+#include <cstdint>
+
+namespace grpo_mc {
+
+enum class Element : int { kFloat, kBFloat16, kDouble };
+
+// Softmax statistics of one row of logits, over its valid columns. z = (x - max) / temperature.
+struct RowStats {
+  double max;    // largest logit, before temperature; -inf for a row without columns
+  double sum;    // sum of exp(z)
+  double sum_z;  // sum of exp(z) * z (0 when entropy is not asked for)
+};
+
+// Gradient of one row: out_j = inv_temperature * (-p_j * (grad_logprob + grad_entropy * (log p_j + entropy))), and
+// + inv_temperature * grad_logprob at the target. `target` is a column of this row, or -1.
+struct RowGrad {
+  const void* logits;
+  void* out;           // may be the same memory as logits
+  int64_t num_valid;   // columns that take part; the rest of the row is set to 0
+  int64_t num_columns;
+  int64_t target;
+  double inv_temperature, lse, entropy, grad_logprob, grad_entropy;
+};
+
+// One decode query over a paged cache. Strides are in elements; a token's D values are adjacent.
+struct PagedHead {
+  const float* query;       // [group, D] query heads that share this key-value head, scaled already
+  float* out;               // [group, D]
+  const void* keys;         // cache at block 0, slot 0, this head
+  const void* values;
+  const int32_t* blocks;    // block table of the row
+  int64_t key_block_stride, key_slot_stride, value_block_stride, value_slot_stride;
+  int64_t length, block_size, group, head_dim;
+  float* scratch;           // at least paged_scratch_floats(group)
+};
+
+constexpr int64_t kPagedChunk = 128;  // tokens per step of the running softmax, whatever the block size
+constexpr int64_t paged_scratch_floats(int64_t group) { return group * (kPagedChunk + 2); }
+
+// x [rows, width] to its rows over their root mean square, times weight [width]. Everything is contiguous.
+struct RmsNorm {
+  const float *x, *weight;
+  float* out;
+  int64_t rows, width;
+  double eps;
+};
+
+// x [rows, depth] times weight [columns, depth] transposed. Strides are in elements; a row's entries are adjacent.
+struct RowLinear {
+  const float *x, *weight;
+  float* out;
+  int64_t rows, depth, x_stride, weight_stride, out_stride;
+};
+
+constexpr int64_t kRowLinearStretch = 768;  // entries summed before the lanes are added up
+constexpr int64_t kRowLinearGroup = 16;     // columns written at once: a cache line of every output row
+
+// x [rows, columns] to codes [rows, columns] and a scale for each tile of tile_rows x tile_columns entries, row by row.
+struct Fp8Quantize {
+  const void* x;
+  uint8_t* codes;
+  float* scales;
+  int64_t rows, columns, x_stride, tile_rows, tile_columns;
+  Element dtype;
+  bool power_of_two;
+};
+
+struct Fp8Dequantize {
+  const uint8_t* codes;
+  const float* scales;
+  void* out;
+  int64_t rows, columns, code_stride, tile_rows, tile_columns;
+  Element dtype;
+};
+
+// a [rows, depth] times b [columns, depth] transposed. A scale covers kFp8Block entries along the depth; of b it covers
+// b_scale_rows rows too. Strides are in elements; a row's entries are adjacent, and so are a row's scales.
+struct Fp8Gemm {
+  const uint8_t *a, *b;
+  const float *a_scale, *b_scale;
+  void* out;  // float, or bfloat16
+  int64_t rows, columns, depth, a_stride, b_stride, out_stride, b_scale_rows;
+  Element dtype;
+  bool accumulate;  // add to what `out` holds
+};
+
+constexpr int64_t kFp8PanelRows = 6;      // rows of a packed panel of a
+constexpr int64_t kFp8GroupColumns = 32;  // columns of one call's unit of work
+constexpr int64_t kFp8FewRows = 8;        // up to so many rows b is not packed
+
+// One token's output: the sum over its k experts of prob * row, rows of index -1 left out, in the order of k.
+struct MoeCombine {
+  const void* rows;       // [R, width]
+  const int64_t* map;     // [k] of this token
+  const void* probs;      // [k] float, for rows of double double; nullptr: 1
+  void* out;              // [width]
+  int64_t k, width, row_stride;
+  Element dtype;
+};
+
+// x [n] to 4-bit codes, two a byte, in blocks with a scale each; the last block is filled up with zeros. See int4.cpp.
+struct Int4Quantize {
+  const void* x;
+  uint8_t* codes;        // [blocks, block / 2]
+  float* scales;         // [blocks]
+  int8_t* error_codes;   // [blocks, block]: what earlier calls left over, added to x and replaced; nullptr: none
+  float* error_scales;   // [blocks]
+  int64_t n, block;
+  uint64_t seed, offset; // of stochastic rounding: the random number of entry i belongs to offset + i
+  Element dtype;
+  bool stochastic, hadamard;
+};
+
+struct Int4Dequantize {
+  const uint8_t* codes;
+  const float* scales;
+  void* out;             // [n]
+  int64_t n, block;
+  Element dtype;
+  bool hadamard, add;    // add to what `out` holds
+};
+
+constexpr int64_t kInt4MaxBlock = 4096;
+constexpr int kHadamardSize = 32;
+
+enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
+enum class KlKind : int { kNone, kK1, kK2, kK3 };
+enum class KlGradient : int { kDirect, kK2, kImportance };
+
+// Sums over the tokens of the loss mask, in the order of the operator's metrics, then the loss.
+struct PolicySums {
+  double token_count = 0, ratio = 0, clip_low = 0, clip_high = 0, dual_clip = 0, kl = 0, entropy = 0, policy_loss = 0;
+  double loss = 0;
+};
+
+// Packed tokens of a policy loss; every pointer is at token 0, values are float or double as the call says.
+struct PolicyTokens {
+  const void *logprobs, *old_logprobs, *advantages;
+  const uint8_t* mask;
+  const void *ref_logprobs, *entropy, *weights;  // nullptr: absent
+  const void* coefficients;    // d loss / d token loss; nullptr: `coefficient` for every token
+  const void* sequence_ratio;  // gspo kinds; nullptr: the token's own ratio
+  void* grad_logprobs;
+  void* grad_ratio;    // gspo: d loss / d sequence_ratio of each token, left out of grad_logprobs; else nullptr
+  void* grad_entropy;  // nullptr: not wanted
+  double coefficient, clip_low, clip_high, dual_clip, beta, entropy_coef;  // dual_clip 0: off
+  PolicyKind kind;
+  KlKind kl;
+  KlGradient kl_gradient;
+};
+
+}  // namespace grpo_mc

@@ -1,0 +1,14 @@
+// nvcc: sm_80 sm_90 sm_100
+// The table of launchers.
+#include "cuda/library.h"
+
+#include "cuda/launchers.h"
+
+const grpo_mc::CudaKernels* grpo_mc_cuda_kernels() {
+  static const grpo_mc::CudaKernels kernels{
+      .interface = grpo_mc::kCudaInterface,
+      .size = sizeof(grpo_mc::CudaKernels),
+      .rms_norm = grpo_mc::cuda::rms_norm,
+  };
+  return &kernels;
+}

@@ -1,0 +1,27 @@
+// The interface of the CUDA library: one table of launchers, found by one C symbol. Drivers fill in the structs of
+// common/arguments.h with device pointers and call a launcher; the library knows no torch and is built by nvcc alone.
+#pragma once
+
+#include "common/arguments.h"
+
+namespace grpo_mc {
+
+// Queues the work on the stream (a cudaStream_t) and returns; nullptr, or a sentence about what went wrong.
+template <typename Arguments>
+using Launcher = const char* (*)(const Arguments& arguments, void* stream);
+
+// Raised whenever a struct of arguments or the table changes: a library of another build is refused.
+constexpr int64_t kCudaInterface = 1;
+
+struct CudaKernels {
+  int64_t interface;
+  int64_t size;  // of this table, in bytes
+  Launcher<RmsNorm> rms_norm;
+};
+
+}  // namespace grpo_mc
+
+extern "C" {
+// Visible although everything else is hidden: what the loader looks up.
+__attribute__((visibility("default"))) const grpo_mc::CudaKernels* grpo_mc_cuda_kernels();
+}

@@ -1,0 +1,58 @@
+"""The operators' own tests over the CUDA kernels, which an emulator runs thread by thread on the CPU.
+
+Each file runs twice, with the threads of a block taken in opposite orders between barriers: a missing barrier gives
+another result in one of them. What a GPU alone can show (memory order, speed, the hardware's own instructions) is left
+to tests/gpu.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import cuda_emulator
+
+TESTS = Path(__file__).resolve().parents[1]
+FAMILIES = {
+    "rms_norm": [],
+}
+"""Operator families with CUDA kernels; each with the tests left out, and below why."""
+
+TIMEOUT_S = 600
+
+
+@pytest.fixture(scope="module")
+def emulated() -> str:
+    return str(cuda_emulator.library())
+
+
+@pytest.mark.parametrize("order", ("ascending", "descending"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operator_tests_hold_for_the_cuda_kernels(family: str, order: str, emulated: str) -> None:
+    environment = os.environ | {"GRPO_MC_TEST_EMULATED": "1", "GRPO_MC_EMULATOR_ORDER": order}
+    left_out = [f"--deselect=tests/ops/test_{family}.py::{name}" for name in FAMILIES[family]]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", f"tests/ops/test_{family}.py", "-q", "-x", "-p", "no:cacheprovider", *left_out],
+        cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_the_kernels_are_reached() -> None:
+    """With a broken launcher the operators' tests would still pass on the CPU's kernels: a call must be seen."""
+    code = (
+        "import torch\nfrom helpers import cuda_emulator\nfrom grpo_mc import ops\n"
+        "plain = ops.rms_norm(torch.ones(1, 3), torch.ones(3), 0.0)\n"
+        "torch.ops.grpo_mc.load_cuda(str(cuda_emulator.library()), True)\n"
+        "import os; os.environ['GRPO_MC_EMULATOR_TRACE'] = '1'\n"
+        "assert torch.equal(ops.rms_norm(torch.ones(1, 3), torch.ones(3), 0.0), plain)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "emulator: grid 1 x 1 x 1, block 256 x 1 x 1" in done.stderr
