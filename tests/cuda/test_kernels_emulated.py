@@ -34,11 +34,10 @@ def emulated() -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operator_tests_hold_for_the_cuda_kernels(family: str, order: str, emulated: str) -> None:
     environment = os.environ | {"GRPO_MC_TEST_EMULATED": "1", "GRPO_MC_EMULATOR_ORDER": order}
-    left_out = [f"--deselect=tests/ops/test_{family}.py::{name}" for name in FAMILIES[family]]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", f"tests/ops/test_{family}.py", "-q", "-x", "-p", "no:cacheprovider", *left_out],
-        cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
+    file = f"tests/ops/test_{family}.py"
+    command = [sys.executable, "-m", "pytest", file, "-q", "-x", "-p", "no:cacheprovider"]
+    command += [f"--deselect={file}::{name}" for name in FAMILIES[family]]
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
