@@ -33,8 +33,8 @@ quickstart: install smollm2 ## train SmolLM2-135M on arithmetic, evaluate before
 	$(BIN)/python -m grpo_mc train configs/quickstart.yaml run.dir=$(RUN) $(ARGS)
 
 ##@ Test
-.PHONY: test test-dist test-gpu test-wheel lint faults
-test: lint test-wheel install-bench smollm2 ## everything CI runs: lint, the built wheel, unit, operator and gloo tests
+.PHONY: test test-dist test-gpu test-wheel cuda lint faults
+test: lint cuda test-wheel install-bench smollm2 ## everything CI runs: lint, CUDA, the wheel, unit, operator and gloo tests
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-dist: install-dev smollm2 ## only the tests that start several gloo processes
@@ -51,6 +51,9 @@ test-wheel: install ## build a wheel and use it outside the checkout
 faults: install-bench smollm2 ## the minutes-long tests: killed ranks, full disks, long runs
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
 
+cuda: install-dev ## compile the CUDA kernels where nvcc is; warnings and spilled registers are errors
+	$(BIN)/python tools/cuda_build.py --if-nvcc --report build/cuda/resources.json
+
 lint: install-dev ## ruff (check, format) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,7 +64,7 @@ lint: install-dev ## ruff (check, format) and mypy
 bench: bench-ops bench-rollout bench-trl bench-scaling ## every benchmark below, one after the other
 
 bench-ops: install ## each operator against its reference
-	for op in $$($(BIN)/python -m grpo_mc bench --list); do $(BIN)/python -m grpo_mc bench $$op $(ARGS); done
+	$(BIN)/python -m grpo_mc bench all --compare benchmarks/operators.jsonl $(ARGS)
 
 bench-trl: install-bench smollm2 ## seconds a step and peak memory against TRL's GRPOTrainer
 	$(BIN)/python benchmarks/vs_trl.py --shape quickstart $(ARGS)

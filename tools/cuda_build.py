@@ -146,7 +146,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--report", type=Path, help="write the resource table here, as JSON")
     parser.add_argument("--jobs", type=int, help="files compiled at once (MAX_JOBS, or the number of cores)")
+    parser.add_argument("--if-nvcc", action="store_true", help="where nvcc is not found, say so and succeed")
     arguments = parser.parse_args()
+    if arguments.if_nvcc and find_nvcc() is None:
+        print("cuda_build: no nvcc here, the CUDA kernels are not compiled")
+        return
     start = time.monotonic()
     rows = build(jobs=arguments.jobs)
     if arguments.report:

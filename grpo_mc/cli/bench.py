@@ -14,6 +14,7 @@ EXAMPLES = """\
 examples:
   grpo-mc bench --list
   grpo-mc bench token_logprobs
+  grpo-mc bench all --json > operators.jsonl
   grpo-mc bench policy_loss --json > before.jsonl
   grpo-mc bench policy_loss --compare before.jsonl
 """
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the operators")
     parser.add_argument("--json", action="store_true", help="print one object a line")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="an earlier --json output")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (cpu)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +38,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.operator is None:
         args.usage_error("bench needs an OP, or --list")
-    if args.operator not in names:
-        raise ValueError(f"bench: no operator '{args.operator}'; operators are {', '.join(names)}")
-    return calls.run_benchmark(args.operator, as_json=args.json, compare=args.compare)
+    if args.operator not in (*names, "all"):
+        raise ValueError(f"bench: no operator '{args.operator}'; operators are {', '.join(names)}, or all")
+    return calls.run_benchmark(args.operator, as_json=args.json, compare=args.compare, device=args.device)

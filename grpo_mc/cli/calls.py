@@ -162,11 +162,11 @@ def list_benchmarks() -> list[str]:
     return list(names())
 
 
-def run_benchmark(operator: str, *, as_json: bool, compare: Path | None) -> int:
+def run_benchmark(operator: str, *, as_json: bool, compare: Path | None, device: str) -> int:
     """Runs one operator's benchmark, which prints its own lines; returns the exit status."""
     from grpo_mc.ops.bench import run
 
-    return int(run(operator, as_json=as_json, compare=compare) or 0)
+    return int(run(operator, as_json=as_json, compare=compare, device=device) or 0)
 
 
 def score(config_rewards: Any, groups: list[Group]) -> None:

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mc.ops.bench.timing import ROUNDS, measure
+from grpo_mc.ops.loader import info
 
 KEY = ("op", "device", "shape", "dtype", "threads", "baseline_name")
 """What identifies a row between two runs."""
+
+ALL = "all"
+
+ONE_THREAD = "ours on 1 thread"
+"""The baseline that shows the scaling over threads."""
 
 
 def names() -> list[str]:
@@ -23,27 +29,39 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "timing")
 
 
-def run(operator: str, *, as_json: bool = False, compare: Path | None = None, rounds: int = ROUNDS) -> int:
+def run(
+    operator: str, *, as_json: bool = False, compare: Path | None = None, rounds: int = ROUNDS, device: str = "cpu"
+) -> int:
     """Measure every row of one operator and print it as soon as it is known.
 
     Args:
-        operator: one of names().
+        operator: one of names(), or ALL: one after the other.
         as_json: print one JSON object a line; otherwise a readable line.
         compare: file of an earlier as_json run; each line then also says how seconds and ratio moved.
         rounds: timed runs of each side, at least 1.
+        device: "cpu" or "cuda".
 
     Returns:
         0.
 
     Raises:
-        ValueError: unknown operator, rounds below 1, or a compare file that holds no rows.
+        ValueError: unknown operator, rounds below 1, a device without operators, or a compare file that holds no rows.
     """
+    if operator == ALL:
+        for name in names():
+            run(name, as_json=as_json, compare=compare, rounds=rounds, device=device)
+        return 0
     if operator not in names():
-        raise ValueError(f"bench: no operator {operator!r}; operators are {', '.join(names())}")
+        raise ValueError(f"bench: no operator {operator!r}; operators are {', '.join(names())}, or {ALL}")
     if rounds < 1:
         raise ValueError(f"bench: rounds is {rounds}; it must be at least 1")
+    devices = info()["devices"]
+    if device not in devices:  # type: ignore[operator]
+        raise ValueError(f"bench: device is {device!r}; the operators run here on {devices}")
     earlier = {} if compare is None else read_rows(compare)
-    for case in importlib.import_module(f"{__name__}.{operator}").cases():
+    for case in importlib.import_module(f"{__name__}.{operator}").cases(device):
+        if device != "cpu" and case.baseline_name.startswith(ONE_THREAD):
+            continue
         row = measure(case, rounds)
         before = earlier.get(key_of(row))
         if before is not None:
@@ -76,8 +94,9 @@ def describe(row: dict[str, Any]) -> str:
     shape = " ".join(f"{name}={size}" for name, size in row["shape"].items())
     rate = f"{row['gflops']:.1f} GFLOP/s" if "gflops" in row else f"{row['gbps']:.1f} GB/s"
     peak = "peak unknown" if row["peak_bytes"] is None else f"peak {row['peak_bytes'] / 2**20:.0f} MiB"
+    where = f"threads={row['threads']}" if row["device"] == "cpu" else row["device"]
     line = (
-        f"{row['op']} {shape} {row['dtype']} threads={row['threads']}: {row['seconds'] * 1e3:.3f} ms, {rate}, {peak}, "
+        f"{row['op']} {shape} {row['dtype']} {where}: {row['seconds'] * 1e3:.3f} ms, {rate}, {peak}, "
         f"error {row['rel_error']:.1e}; {speed_text(row['ratio'])} than {row['baseline_name']} "
         f"({row['baseline_seconds'] * 1e3:.3f} ms)"
     )

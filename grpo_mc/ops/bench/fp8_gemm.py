@@ -15,12 +15,12 @@ SHAPES = ((512, 4096, 4096), (4, 7168, 7168), (64, 4096, 4096))
 WEIGHT_TILE = (128, 128)
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: a training batch, a few decoded rows, and something between, against both and over threads."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for m, n, k in SHAPES:
-        a, a_scale = ops.quantize_fp8(torch.randn(m, k, generator=generator))
-        b, b_scale = ops.quantize_fp8(torch.randn(n, k, generator=generator), tile=WEIGHT_TILE)
+        a, a_scale = ops.quantize_fp8(torch.randn(m, k, generator=generator, device=device))
+        b, b_scale = ops.quantize_fp8(torch.randn(n, k, generator=generator, device=device), tile=WEIGHT_TILE)
         wide = ops.dequantize_fp8(a, a_scale), ops.dequantize_fp8(b, b_scale, tile=WEIGHT_TILE)
         exact = reference.fp8_gemm(a, a_scale, b, b_scale, out_dtype=torch.float64)
         operands = (a, a_scale, b, b_scale)
@@ -50,6 +50,7 @@ def cases() -> Iterator[Case]:
         for name, other in others:
             yield Case(
                 op="fp8_gemm",
+                device=device,
                 shape={"M": m, "N": n, "K": k},
                 dtype="float8_e4m3fn",
                 baseline_name=name,

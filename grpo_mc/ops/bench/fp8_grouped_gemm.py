@@ -16,14 +16,16 @@ COUNTS = (61, 0, 128, 7, 300, 129, 1, 90)
 COLUMNS, DEPTH = 2048, 1024
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: against both loops, and over threads."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(device).manual_seed(0)
     rows, experts = sum(COUNTS), len(COUNTS)
-    a, a_scale = ops.quantize_fp8(torch.randn(rows, DEPTH, generator=draw))
-    weights = [ops.quantize_fp8(torch.randn(COLUMNS, DEPTH, generator=draw), tile=(128, 128)) for _ in COUNTS]
+    a, a_scale = ops.quantize_fp8(torch.randn(rows, DEPTH, generator=draw, device=device))
+    weights = [
+        ops.quantize_fp8(torch.randn(COLUMNS, DEPTH, generator=draw, device=device), tile=(128, 128)) for _ in COUNTS
+    ]
     b, b_scale = (torch.stack(list(parts)) for parts in zip(*weights, strict=True))
-    offsets = torch.tensor([0, *COUNTS]).cumsum(0)
+    offsets = torch.tensor([0, *COUNTS], device=device).cumsum(0)
     wide = [ops.dequantize_fp8(*weight, tile=(128, 128)) for weight in weights]
     x = ops.dequantize_fp8(a, a_scale)
     exact = reference.fp8_grouped_gemm(a, a_scale, b, b_scale, offsets, out_dtype=torch.float64)
@@ -50,6 +52,7 @@ def cases() -> Iterator[Case]:
     for name, other in others:
         yield Case(
             op="fp8_grouped_gemm",
+            device=device,
             shape={"M": rows, "E": experts, "N": COLUMNS, "K": DEPTH},
             dtype="float8_e4m3fn",
             baseline_name=name,

@@ -21,17 +21,18 @@ def torch_advantages(rewards: Tensor) -> Tensor:
     return (centered / (view.std(1, correction=0, keepdim=True) + 1e-4)).flatten().float()
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: against torch on a rectangle, and the reference."""
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.rand(GROUPS * GROUP_SIZE, generator=generator)
-    ids = torch.arange(GROUPS).repeat_interleave(GROUP_SIZE)
+    generator = torch.Generator(device).manual_seed(0)
+    rewards = torch.rand(GROUPS * GROUP_SIZE, generator=generator, device=device)
+    ids = torch.arange(GROUPS, device=device).repeat_interleave(GROUP_SIZE)
     for name, baseline in (
         ("torch on a rectangle", lambda _: torch_advantages(rewards)),
         ("reference", lambda _: reference.group_advantages(rewards, ids)),
     ):
         yield Case(
             op="group_advantages",
+            device=device,
             shape={"N": len(rewards), "groups": GROUPS},
             dtype="float32",
             baseline_name=name,

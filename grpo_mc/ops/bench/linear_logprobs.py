@@ -33,13 +33,13 @@ def torch_chunked(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, T
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: against the chunked form and the plain one, and over threads."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(TOKENS, HIDDEN, generator=draw).requires_grad_()
-    weight = (torch.randn(VOCABULARY, HIDDEN, generator=draw) / HIDDEN**0.5).requires_grad_()
-    targets = torch.randint(VOCABULARY, (TOKENS,), generator=draw)
-    factor = torch.randn(TOKENS, generator=draw)
+    draw = torch.Generator(device).manual_seed(0)
+    x = torch.randn(TOKENS, HIDDEN, generator=draw, device=device).requires_grad_()
+    weight = (torch.randn(VOCABULARY, HIDDEN, generator=draw, device=device) / HIDDEN**0.5).requires_grad_()
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=draw, device=device)
+    factor = torch.randn(TOKENS, generator=draw, device=device)
 
     def step(logprobs: Tensor, entropy: Tensor) -> Result:
         x.grad = weight.grad = None
@@ -69,6 +69,7 @@ def cases() -> Iterator[Case]:
     for name, other in others:
         yield Case(
             op="linear_logprobs",
+            device=device,
             shape={"T": TOKENS, "H": HIDDEN, "V": VOCABULARY},
             dtype="float32",
             baseline_name=name,

@@ -14,13 +14,13 @@ from grpo_mc.ops.bench.timing import Case, on_one_thread, relative_error
 TOKENS, TOP_K, EXPERTS, HIDDEN = 4096, 8, 64, 2048
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: against index_select of the rows in their order, a plain copy of as many bytes, and over threads."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16()
-    expert_ids, probs = ops.moe_route(torch.randn(TOKENS, EXPERTS, generator=draw), top_k=TOP_K)
+    draw = torch.Generator(device).manual_seed(0)
+    x = torch.randn(TOKENS, HIDDEN, generator=draw, device=device).bfloat16()
+    expert_ids, probs = ops.moe_route(torch.randn(TOKENS, EXPERTS, generator=draw, device=device), top_k=TOP_K)
     order = expert_ids.flatten().sort(stable=True).indices // TOP_K
-    out = torch.empty(TOKENS * TOP_K, HIDDEN, dtype=x.dtype)
+    out = torch.empty(TOKENS * TOP_K, HIDDEN, dtype=x.dtype, device=device)
     source = torch.empty_like(out).copy_(x.repeat(TOP_K, 1))
 
     def ours(_: None) -> Tensor:
@@ -46,6 +46,7 @@ def cases() -> Iterator[Case]:
     for name, other in others:
         yield Case(
             op="moe_permute",
+            device=device,
             shape={"T": TOKENS, "K": TOP_K, "E": EXPERTS, "H": HIDDEN},
             dtype="bfloat16",
             baseline_name=name,

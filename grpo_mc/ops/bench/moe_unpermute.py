@@ -13,11 +13,11 @@ from grpo_mc.ops.bench.moe_permute import EXPERTS, HIDDEN, TOKENS, TOP_K
 from grpo_mc.ops.bench.timing import Case, on_one_thread, relative_error
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: against index_add of weighted rows, against the same with sums in float32, and over threads."""
-    draw = torch.Generator().manual_seed(0)
-    expert_ids, probs = ops.moe_route(torch.randn(TOKENS, EXPERTS, generator=draw), top_k=TOP_K)
-    x = torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16()
+    draw = torch.Generator(device).manual_seed(0)
+    expert_ids, probs = ops.moe_route(torch.randn(TOKENS, EXPERTS, generator=draw, device=device), top_k=TOP_K)
+    x = torch.randn(TOKENS, HIDDEN, generator=draw, device=device).bfloat16()
     rows, row_probs, row_map, _ = ops.moe_permute(x, expert_ids, probs, num_experts=EXPERTS)
     tokens = expert_ids.flatten().sort(stable=True).indices // TOP_K
     exact = reference.moe_unpermute(rows.float(), row_map, probs)
@@ -30,7 +30,7 @@ def cases() -> Iterator[Case]:
         return out.zero_().index_add_(0, tokens, rows)
 
     def weighted(_: None) -> Tensor:
-        total = torch.zeros(TOKENS, HIDDEN)
+        total = torch.zeros(TOKENS, HIDDEN, device=device)
         return total.index_add_(0, tokens, rows.float() * row_probs[:, None]).bfloat16()
 
     def error(result: Tensor) -> float:
@@ -44,6 +44,7 @@ def cases() -> Iterator[Case]:
     for name, other in others:
         yield Case(
             op="moe_unpermute",
+            device=device,
             shape={"T": TOKENS, "K": TOP_K, "E": EXPERTS, "H": HIDDEN},
             dtype="bfloat16",
             baseline_name=name,

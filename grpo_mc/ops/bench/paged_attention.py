@@ -29,24 +29,24 @@ def torch_attention(
         blocks = cache[tables.long()].flatten(1, 2)  # [B, M * block, Hkv, D]
         return blocks.transpose(1, 2).repeat_interleave(share, dim=1)
 
-    mask = torch.arange(tables.shape[1] * key_cache.shape[1]) < lengths[:, None]
+    mask = torch.arange(tables.shape[1] * key_cache.shape[1], device=tables.device) < lengths[:, None]
     attend = torch.nn.functional.scaled_dot_product_attention
     out = attend(query[:, :, None], gather(key_cache), gather(value_cache), attn_mask=mask[:, None, None], scale=scale)
     return out.squeeze(2)
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: two shapes, float32 and bfloat16 caches, and the scaling over threads."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for shape in SHAPES:
         rows, heads, kv_heads, dim, length = shape.values()
         per_row = -(-length // BLOCK)
-        order = torch.randperm(rows * per_row, generator=generator).int()
-        tables, lengths = order.view(rows, per_row), torch.full((rows,), length, dtype=torch.int32)
+        order = torch.randperm(rows * per_row, generator=generator, device=device).int()
+        tables, lengths = order.view(rows, per_row), torch.full((rows,), length, dtype=torch.int32, device=device)
         for dtype in (torch.float32, torch.bfloat16):
-            query = torch.randn(rows, heads, dim, generator=generator).to(dtype)
-            keys = torch.randn(rows * per_row, BLOCK, kv_heads, dim, generator=generator).to(dtype)
-            values = torch.randn(rows * per_row, BLOCK, kv_heads, dim, generator=generator).to(dtype)
+            query = torch.randn(rows, heads, dim, generator=generator, device=device).to(dtype)
+            keys = torch.randn(rows * per_row, BLOCK, kv_heads, dim, generator=generator, device=device).to(dtype)
+            values = torch.randn(rows * per_row, BLOCK, kv_heads, dim, generator=generator, device=device).to(dtype)
             inputs = (query, keys, values, tables, lengths)
 
             def ours(_: None, inputs: tuple[Tensor, ...] = inputs, dim: int = dim) -> Tensor:
@@ -63,6 +63,7 @@ def cases() -> Iterator[Case]:
             for name, other in (("torch gather + sdpa", baseline), ("ours on 1 thread", on_one_thread(ours))):
                 yield Case(
                     op="paged_attention",
+                    device=device,
                     shape=shape,
                     dtype=str(dtype).removeprefix("torch."),
                     baseline_name=name,

@@ -32,14 +32,14 @@ def torch_loss(logprobs: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, m
     return (token_loss * mask).sum() / count
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: against torch without metrics, the reference, and one thread."""
-    generator = torch.Generator().manual_seed(0)
-    old = torch.randn(TOKENS, generator=generator) - 3
-    leaf = (old + 0.2 * torch.randn(TOKENS, generator=generator)).requires_grad_()
-    ref = old + 0.2 * torch.randn(TOKENS, generator=generator)
-    advantages = torch.randn(TOKENS, generator=generator)
-    mask = torch.rand(TOKENS, generator=generator) < 0.9
+    generator = torch.Generator(device).manual_seed(0)
+    old = torch.randn(TOKENS, generator=generator, device=device) - 3
+    leaf = (old + 0.2 * torch.randn(TOKENS, generator=generator, device=device)).requires_grad_()
+    ref = old + 0.2 * torch.randn(TOKENS, generator=generator, device=device)
+    advantages = torch.randn(TOKENS, generator=generator, device=device)
+    mask = torch.rand(TOKENS, generator=generator, device=device) < 0.9
     count = float(mask.sum())
 
     def step(function: Any, logprobs: Tensor = leaf) -> tuple[Tensor, ...]:
@@ -65,6 +65,7 @@ def cases() -> Iterator[Case]:
     ):
         yield Case(
             op="policy_loss",
+            device=device,
             shape={"T": TOKENS},
             dtype="float32",
             baseline_name=name,

@@ -24,9 +24,9 @@ def torch_quantize(x: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return codes.view(rows, columns), scale.view(scale.shape[0], scale.shape[2])
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: three tiles against eager and compiled torch, and the scaling over threads."""
-    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator(device).manual_seed(0), device=device).bfloat16()
     compiled = torch.compile(torch_quantize)
     for tile in TILES:
 
@@ -47,6 +47,7 @@ def cases() -> Iterator[Case]:
         for name, other in others:
             yield Case(
                 op="quantize_fp8",
+                device=device,
                 shape={"M": ROWS, "K": COLUMNS, "tile_rows": tile[0], "tile_columns": tile[1]},
                 dtype="bfloat16",
                 baseline_name=name,

@@ -29,9 +29,9 @@ def torch_quantize(x: Tensor, error_codes: Tensor, error_scale: Tensor) -> tuple
     return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4), scale
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: plain, with the transform, and with random rounding; the plain one against eager and compiled torch."""
-    x = torch.randn(ENTRIES, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(ENTRIES, generator=torch.Generator(device).manual_seed(0), device=device)
     error = int4_error(x, block=BLOCK)
     compiled = torch.compile(torch_quantize)
 
@@ -47,6 +47,7 @@ def cases() -> Iterator[Case]:
 
         return Case(
             op="quantize_int4",
+            device=device,
             shape={"n": ENTRIES, "block": BLOCK, **{key: 1 for key in options}},
             dtype="float32",
             baseline_name=name,

@@ -16,12 +16,15 @@ EPS = 1e-5
 SHAPES = tuple({"T": rows, "H": width} for rows in (1, 16, 64, 256) for width in (576, 2048))
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: two widths at four batch sizes, and the scaling over threads."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for shape in SHAPES:
         rows, width = shape.values()
-        x, weight = torch.randn(rows, width, generator=generator), torch.rand(width, generator=generator)
+        x, weight = (
+            torch.randn(rows, width, generator=generator, device=device),
+            torch.rand(width, generator=generator, device=device),
+        )
 
         def ours(_: None, x: Tensor = x, weight: Tensor = weight) -> Tensor:
             return ops.rms_norm(x, weight, EPS)
@@ -35,6 +38,7 @@ def cases() -> Iterator[Case]:
         for name, other in (("torch rms_norm", torchs), ("ours on 1 thread", on_one_thread(ours))):
             yield Case(
                 op="rms_norm",
+                device=device,
                 shape=shape,
                 dtype="float32",
                 baseline_name=name,

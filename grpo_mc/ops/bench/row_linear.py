@@ -20,14 +20,14 @@ SHAPES = tuple(
 WORKING_SET_BYTES = 128 << 20
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: four layers at five batch sizes, and the scaling over threads."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for shape in SHAPES:
         rows, columns, depth = shape.values()
         copies = max(1, WORKING_SET_BYTES // (4 * columns * depth))
-        weights = [torch.randn(columns, depth, generator=generator) for _ in range(copies)]
-        x = torch.randn(rows, depth, generator=generator)
+        weights = [torch.randn(columns, depth, generator=generator, device=device) for _ in range(copies)]
+        x = torch.randn(rows, depth, generator=generator, device=device)
 
         def ours(_: None, x: Tensor = x, weights: list[Tensor] = weights) -> Tensor:
             return [ops.row_linear(x, weight) for weight in weights][0]
@@ -41,6 +41,7 @@ def cases() -> Iterator[Case]:
         for name, other in (("torch.matmul", blas), ("ours on 1 thread", on_one_thread(ours))):
             yield Case(
                 op="row_linear",
+                device=device,
                 shape=shape,
                 dtype="float32",
                 baseline_name=name,

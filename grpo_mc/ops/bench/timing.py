@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ import torch
 
 ROUNDS = 9
 """Timed runs of each side; the first run of each, which warms up, is not counted."""
+
+CACHE_BYTES = 2**28
+"""More than a GPU's caches hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,16 @@ class Case:
     device: str = "cpu"
 
 
+@cache
+def machine(device: str) -> str:
+    """The GPU's name, or the processor's with the number of cores this process may use."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
 def relative_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Largest ||actual - expected|| / ||expected|| over the tensors, computed in float64."""
     errors = [0.0]
@@ -53,10 +69,20 @@ def relative_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> 
     return max(errors)
 
 
-def _seconds(function: Callable[[Any], Any], prepare: Callable[[], Any]) -> float:
+def _settle(device: str) -> None:
+    """On a GPU, waits for what is queued."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _seconds(function: Callable[[Any], Any], prepare: Callable[[], Any], device: str) -> float:
     argument = prepare()
+    if device == "cuda":  # a cache full of zeros instead of the inputs
+        torch.zeros(CACHE_BYTES, dtype=torch.uint8, device=device)
+    _settle(device)
     start = time.perf_counter()
     result = function(argument)
+    _settle(device)
     elapsed = time.perf_counter() - start
     del result, argument
     return elapsed
@@ -70,10 +96,15 @@ def _status(field: str) -> int:
     raise RuntimeError(f"bench: /proc/self/status has no {field}")
 
 
-def peak_bytes(function: Callable[[Any], Any], prepare: Callable[[], Any]) -> int | None:
+def peak_bytes(function: Callable[[Any], Any], prepare: Callable[[], Any], device: str = "cpu") -> int | None:
     """Most memory one run held beyond what was resident before it; None where the kernel does not let us reset it."""
     argument = prepare()
     gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        result = function(argument)
+        return torch.cuda.max_memory_allocated() - held
     # Freed memory that the C library keeps would hide what the run takes.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -94,11 +125,11 @@ def measure(case: Case, rounds: int = ROUNDS) -> dict[str, Any]:
     result = case.ours(case.prepare())
     error = case.error(result)
     del result
-    _seconds(case.baseline, case.prepare)
+    _seconds(case.baseline, case.prepare, case.device)
     ours, baseline = [], []
     for _ in range(rounds):
-        ours.append(_seconds(case.ours, case.prepare))
-        baseline.append(_seconds(case.baseline, case.prepare))
+        ours.append(_seconds(case.ours, case.prepare, case.device))
+        baseline.append(_seconds(case.baseline, case.prepare, case.device))
     seconds, baseline_seconds = statistics.median(ours), statistics.median(baseline)
     rate = {"gflops": case.flops / seconds / 1e9} if case.flops else {"gbps": case.num_bytes / seconds / 1e9}
     return {
@@ -113,7 +144,8 @@ def measure(case: Case, rounds: int = ROUNDS) -> dict[str, Any]:
         "baseline_name": case.baseline_name,
         **{name: round(value, 2) for name, value in rate.items()},
         "rel_error": error,
-        "peak_bytes": peak_bytes(case.ours, case.prepare),
+        "peak_bytes": peak_bytes(case.ours, case.prepare, case.device),
+        "machine": machine(case.device),
     }
 
 

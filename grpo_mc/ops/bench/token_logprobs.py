@@ -38,14 +38,17 @@ def step(function: Callable[[Tensor, Tensor], Any], targets: Tensor, grads: tupl
     return run
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: float32 and bfloat16, against eager and torch.compile, and the scaling over threads."""
-    generator = torch.Generator().manual_seed(0)
-    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    grads = (torch.randn(TOKENS, generator=generator), torch.randn(TOKENS, generator=generator))
+    generator = torch.Generator(device).manual_seed(0)
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator, device=device)
+    grads = (
+        torch.randn(TOKENS, generator=generator, device=device),
+        torch.randn(TOKENS, generator=generator, device=device),
+    )
     compiled = torch.compile(torch_logprobs)
     for dtype in (torch.float32, torch.bfloat16):
-        logits = (torch.randn(TOKENS, VOCAB, generator=generator) * 2).to(dtype)
+        logits = (torch.randn(TOKENS, VOCAB, generator=generator, device=device) * 2).to(dtype)
         buffer = torch.empty_like(logits)
 
         def prepare(logits: Tensor = logits, buffer: Tensor = buffer) -> Tensor:
@@ -64,6 +67,7 @@ def cases() -> Iterator[Case]:
             ours = step(_ours(inplace), targets, grads)
             yield Case(
                 op="token_logprobs",
+                device=device,
                 shape={"T": TOKENS, "V": VOCAB},
                 dtype=str(dtype).removeprefix("torch."),
                 baseline_name=name,
