@@ -27,6 +27,12 @@ if os.environ.get("GRPO_MC_TEST_EMULATED"):  # set by tests/cuda: every operator
 
     torch.ops.grpo_mc.load_cuda(str(cuda_emulator.library()), True)
 
+elif os.environ.get("GRPO_MC_TEST_CUDA"):  # set by tests/gpu: every operator runs on the GPU
+    import grpo_mc.ops as _operators  # noqa: F401  (loads the library)
+    from helpers import on_cuda
+
+    on_cuda.route_to_cuda()
+
 MAX_THREADS = 200
 """Three meshes' worth."""
 

@@ -1,0 +1,69 @@
+"""Calls every operator once on the GPU at small, uneven sizes: what compute-sanitizer watches (tools/gpu_check.sh)."""
+
+from __future__ import annotations
+
+import torch
+
+from grpo_mc import ops
+
+ROWS, WIDTH = 37, 300
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    ops.rms_norm(x, torch.rand(WIDTH, device="cuda"), 1e-5)
+    ops.row_linear(x[:3], x)
+    targets = torch.randint(WIDTH, (ROWS,), device="cuda")
+    logits = x.clone().requires_grad_()
+    logprobs, entropy = ops.token_logprobs(logits, targets, with_entropy=True)
+    (logprobs.sum() + entropy.sum()).backward()
+    hidden, weight = torch.randn(ROWS, 64, device="cuda"), torch.randn(WIDTH, 64, device="cuda")
+    ops.linear_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets).sum().backward()
+    groups = torch.arange(ROWS, device="cuda") // 4
+    advantages = ops.group_advantages(x[:, 0], groups, baseline="mean", scale="std", ddof=0, eps=1e-4)
+    mask = torch.ones(ROWS, dtype=torch.bool, device="cuda")
+    options = {
+        "kind": "clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token_mean",
+        "denominator": float(ROWS),
+    }
+    ops.policy_loss(logprobs.detach().requires_grad_(), logprobs.detach(), advantages, mask, **options).loss.backward()
+    cache, tables = torch.randn(8, 16, 2, 32, device="cuda"), torch.arange(8, device="cuda").view(2, 4).int()
+    ops.paged_attention(
+        torch.randn(2, 4, 32, device="cuda"),
+        cache,
+        cache,
+        tables,
+        torch.tensor([5, 50], device="cuda").int(),
+        scale=0.2,
+    )
+    for tile in ((1, 128), (128, 1), (128, 128)):
+        ops.dequantize_fp8(*ops.quantize_fp8(x, tile=tile), tile=tile)
+    codes, scale = ops.quantize_fp8(x)
+    ops.fp8_gemm(codes, scale, codes, scale, out_dtype=torch.bfloat16)
+    b, b_scale = ops.quantize_fp8(torch.randn(130, WIDTH, device="cuda"), tile=(128, 128))
+    offsets = torch.tensor([0, 0, 20, ROWS], device="cuda")
+    ops.fp8_grouped_gemm(
+        codes,
+        scale,
+        torch.stack([b.view(torch.uint8)] * 3).view(b.dtype),
+        torch.stack([b_scale] * 3),
+        offsets,
+        out_dtype=torch.float32,
+    )
+    expert_ids, probs = ops.moe_route(x[:, :8].contiguous(), top_k=2)
+    rows, _, row_map, _ = ops.moe_permute(x.requires_grad_(), expert_ids, probs, num_experts=8)
+    ops.moe_unpermute(rows, row_map, probs).sum().backward()
+    error = ops.int4_error(x)
+    for rounding in ("nearest", "stochastic"):
+        codes, scale = ops.quantize_int4(x, rounding=rounding, hadamard=True, error=error)
+        ops.dequantize_int4(codes, scale, shape=x.shape, hadamard=True)
+    torch.cuda.synchronize()
+    print("every kernel ran once")
+
+
+if __name__ == "__main__":
+    main()
