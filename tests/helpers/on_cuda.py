@@ -1,8 +1,8 @@
 """Runs the operators' own tests on a GPU: calls with CPU tensors are carried to the device, and results back.
 
 The tests of tests/ops make CPU tensors. With GRPO_MC_TEST_CUDA set, tests/conftest.py calls `route_to_cuda`, which
-takes the place of every CPU implementation: arguments are copied to the device, the operator runs there, and what it returns
-or wrote in place comes back. What a test asserts of numbers, shapes and errors then holds for the CUDA kernels.
+takes the place of every CPU implementation: arguments are copied to the device, the operator runs there, and what it
+returns or wrote in place comes back. What a test asserts of numbers, shapes and errors then holds for CUDA kernels.
 """
 
 from __future__ import annotations
