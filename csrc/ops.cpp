@@ -56,6 +56,11 @@ TORCH_LIBRARY(grpo_mc, m) {
       "quantize_int4(Tensor x, Tensor(a!)? error_codes, Tensor(b!)? error_scale, int block, bool stochastic, "
       "bool hadamard, int seed, int offset) -> (Tensor codes, Tensor scale)");
   m.def("dequantize_int4_(Tensor(a!) out, Tensor codes, Tensor scale, int block, bool hadamard, bool add) -> ()");
+  // The same with codes [blocks, block] int8.
+  m.def(
+      "quantize_int8(Tensor x, Tensor(a!)? error_codes, Tensor(b!)? error_scale, int block, bool stochastic, "
+      "bool hadamard, int seed, int offset) -> (Tensor codes, Tensor scale)");
+  m.def("dequantize_int8_(Tensor(a!) out, Tensor codes, Tensor scale, int block, bool hadamard, bool add) -> ()");
 
   m.def(
       "group_advantages(Tensor rewards, Tensor group_ids, Tensor? valid, str baseline, str scale, int ddof, float eps) "

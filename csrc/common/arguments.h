@@ -102,30 +102,31 @@ struct MoeCombine {
   Element dtype;
 };
 
-// x [n] to 4-bit codes, two a byte, in blocks with a scale each; the last block is filled up with zeros. See int4.cpp.
-struct Int4Quantize {
+// x [n] to codes in blocks with a scale each; the last block is filled up with zeros. See cpu/int4.cpp.
+struct CodeQuantize {
   const void* x;
-  uint8_t* codes;        // [blocks, block / 2]
+  uint8_t* codes;        // 4 bits: [blocks, block / 2], two a byte; 8 bits: [blocks, block] int8
   float* scales;         // [blocks]
   int8_t* error_codes;   // [blocks, block]: what earlier calls left over, added to x and replaced; nullptr: none
   float* error_scales;   // [blocks]
   int64_t n, block;
   uint64_t seed, offset; // of stochastic rounding: the random number of entry i belongs to offset + i
   Element dtype;
+  int bits;              // 4 or 8
   bool stochastic, hadamard;
 };
 
-struct Int4Dequantize {
+struct CodeDequantize {
   const uint8_t* codes;
   const float* scales;
   void* out;             // [n]
   int64_t n, block;
   Element dtype;
+  int bits;
   bool hadamard, add;    // add to what `out` holds
 };
 
-constexpr int64_t kInt4MaxBlock = 4096;
-constexpr int kHadamardSize = 32;
+constexpr int64_t kCodesMaxBlock = 4096;
 
 enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
 enum class KlKind : int { kNone, kK1, kK2, kK3 };

@@ -1,15 +1,14 @@
-// 4-bit codes of a block with one scale, the rest that rounding leaves as 8-bit error feedback, and back.
+// 4- and 8-bit codes of a block with one scale, the rest that rounding leaves as 8-bit error feedback, and back.
 //
-//     h = x + error        y = hadamard(h) or h        scale = max(max|y| / 7, 2^-126)
-//     q = round(y / scale), -7 to 7 (15 levels: a 16th would be one-sided)           code = q + 8
-//     rest = h - (hadamard of) q * scale, kept as 8-bit codes with a scale of its own, max|rest| / 127
+//     h = x + error        y = hadamard(h) or h        q, scale: see common/block_codes.h
+//     rest = h - (hadamard of) q * scale, kept as 8-bit codes with a scale of its own
 //
-// Entry 2i of a block is the low half of byte i, entry 2i + 1 the high half. The transform is the 32-point Walsh-Hadamard
-// one over sqrt(32), its own inverse. A block with a NaN or an infinity has scale NaN, and its error stays as it was.
+// The transform is the 32-point Walsh-Hadamard one over sqrt(32), its own inverse. A block with a NaN or an infinity has
+// scale NaN and codes of zero, and its error stays as it was.
 #include <algorithm>
 #include <cmath>
 
-#include "common/fp8.h"
+#include "common/block_codes.h"
 #include "common/philox.h"
 #include "cpu/kernels.h"
 #include "cpu/vec.h"
@@ -33,13 +32,12 @@ GRPO_MC_INLINE void hadamard32(float* x) {
       }
   const auto within = [](F8 a, F8 swapped, I8 negative) { return swapped + (F8)((I8)a ^ negative); };
   constexpr int32_t s = static_cast<int32_t>(0x80000000u);
-  const float scale = 0.17677669529663687f;  // 1 / sqrt(32)
   for (int i = 0; i < kHadamardVectors; ++i) {
     F8 a = v[i];
     a = within(a, __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6), I8{0, s, 0, s, 0, s, 0, s});
     a = within(a, __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5), I8{0, 0, s, s, 0, 0, s, s});
     a = within(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3), I8{0, 0, 0, 0, s, s, s, s});
-    store8(x + i * kLanes, a * splat(scale));
+    store8(x + i * kLanes, a * splat(kHadamardScale));
   }
 }
 
@@ -53,8 +51,6 @@ GRPO_MC_INLINE float largest(const float* x, int64_t length) {
   for (int64_t i = 0; i < length; i += kLanes) sizes.add(load8(x + i));
   return sizes.amax();
 }
-
-GRPO_MC_INLINE float scale_for(float amax, float levels) { return std::max(amax / levels, kLowestScale); }
 
 template <typename T>
 GRPO_MC_INLINE void load_block(const T* x, int64_t count, int64_t block, float* out) {
@@ -72,40 +68,38 @@ GRPO_MC_INLINE F8 widen(const int8_t* p) {
   return x;
 }
 
-// y / scale as whole numbers from -7 to 7.
-GRPO_MC_INLINE void round_nearest(float* y, int64_t block, float inverse) {
+// nearest_code of each entry, in place.
+GRPO_MC_INLINE void round_nearest(float* y, int64_t block, float inverse, float levels) {
   for (int64_t i = 0; i < block; i += kLanes) {
     const F8 whole = (load8(y + i) * splat(inverse) + splat(kMagic)) - splat(kMagic);
-    store8(y + i, max8(splat(-7.0f), min8(splat(7.0f), whole)));
+    store8(y + i, max8(splat(-levels), min8(splat(levels), whole)));
   }
 }
 
-// The same, up with the probability of the fraction.
-GRPO_MC_INLINE void round_stochastic(float* y, int64_t block, float inverse, uint64_t seed, uint64_t first) {
+// stochastic_code of each entry, in place; the first has random number `first` of the seed.
+GRPO_MC_INLINE void round_stochastic(float* y, int64_t block, float inverse, float levels, uint64_t seed, uint64_t first) {
   uint32_t words[4];
   uint64_t have = ~uint64_t{0};
   for (int64_t i = 0; i < block; ++i) {
     const uint64_t index = first + static_cast<uint64_t>(i);
     if (index / 4 != have) philox_block(have = index / 4, seed, words);
-    const float whole = std::floor(y[i] * inverse + unit_float(words[index % 4]));
-    y[i] = std::clamp(whole, -7.0f, 7.0f);
+    y[i] = stochastic_code(y[i], inverse, levels, unit_float(words[index % 4]));
   }
 }
 
-GRPO_MC_INLINE void pack(const float* q, int64_t block, uint8_t* codes) {
-  for (int64_t i = 0; i < block / 2; ++i)
-    codes[i] = static_cast<uint8_t>((static_cast<int>(q[2 * i]) + 8) | ((static_cast<int>(q[2 * i + 1]) + 8) << 4));
+GRPO_MC_INLINE void pack_bytes(const float* q, int64_t block, int8_t* codes) {
+  for (int64_t i = 0; i < block; ++i) codes[i] = static_cast<int8_t>(q[i]);
 }
 
-// The rest as 8-bit codes.
-GRPO_MC_INLINE float keep_rest(const float* rest, int64_t block, int8_t* codes) {
-  const float scale = scale_for(largest(rest, block), 127.0f);
-  const F8 inverse = splat(1.0f / scale);
-  for (int64_t i = 0; i < block; i += kLanes) {
-    const F8 whole = (load8(rest + i) * inverse + splat(kMagic)) - splat(kMagic);
-    const F8 bounded = max8(splat(-127.0f), min8(splat(127.0f), whole));
-    for (int j = 0; j < kLanes; ++j) codes[i + j] = static_cast<int8_t>(bounded[j]);
-  }
+GRPO_MC_INLINE void pack_pairs(const float* q, int64_t block, uint8_t* codes) {
+  for (int64_t i = 0; i < block / 2; ++i) codes[i] = pack_int4(q[2 * i], q[2 * i + 1]);
+}
+
+// The rest as 8-bit codes; `rest` is overwritten.
+GRPO_MC_INLINE float keep_rest(float* rest, int64_t block, int8_t* codes) {
+  const float scale = code_scale(largest(rest, block), kInt8Levels);
+  round_nearest(rest, block, 1.0f / scale, kInt8Levels);
+  pack_bytes(rest, block, codes);
   return scale;
 }
 
@@ -121,8 +115,8 @@ GRPO_MC_INLINE void add_to(const float* from, T* to, int64_t count, bool add) {
 
 }  // namespace
 
-void int4_quantize_block(const Int4Quantize& p, int64_t index) {
-  alignas(32) float whole[kInt4MaxBlock], values[kInt4MaxBlock];
+void quantize_code_block(const CodeQuantize& p, int64_t index) {
+  alignas(32) float whole[kCodesMaxBlock], values[kCodesMaxBlock];
   const int64_t first = index * p.block, count = std::min(p.block, p.n - first);
   if (p.dtype == Element::kFloat) load_block(static_cast<const float*>(p.x) + first, count, p.block, whole);
   else load_block(static_cast<const uint16_t*>(p.x) + first, count, p.block, whole);
@@ -132,17 +126,20 @@ void int4_quantize_block(const Int4Quantize& p, int64_t index) {
   std::copy(whole, whole + p.block, values);
   if (p.hadamard) hadamard(values, p.block);
   const float amax = largest(values, p.block);
-  uint8_t* codes = p.codes + index * p.block / 2;
+  const int64_t num_bytes = p.block * p.bits / 8;
+  uint8_t* codes = p.codes + index * num_bytes;
   if (std::isnan(amax)) {
     p.scales[index] = amax;
-    std::fill(codes, codes + p.block / 2, uint8_t{0x88});
+    std::fill(codes, codes + num_bytes, p.bits == 4 ? kInt4Zeros : uint8_t{0});
     return;
   }
-  const float scale = scale_for(amax, 7.0f), inverse = 1.0f / scale;
+  const float levels = p.bits == 4 ? kInt4Levels : kInt8Levels;
+  const float scale = code_scale(amax, levels), inverse = 1.0f / scale;
   p.scales[index] = scale;
-  if (p.stochastic) round_stochastic(values, p.block, inverse, p.seed, p.offset + static_cast<uint64_t>(first));
-  else round_nearest(values, p.block, inverse);
-  pack(values, p.block, codes);
+  if (p.stochastic) round_stochastic(values, p.block, inverse, levels, p.seed, p.offset + static_cast<uint64_t>(first));
+  else round_nearest(values, p.block, inverse, levels);
+  if (p.bits == 4) pack_pairs(values, p.block, codes);
+  else pack_bytes(values, p.block, reinterpret_cast<int8_t*>(codes));
   if (error == nullptr) return;
   for (int64_t i = 0; i < p.block; i += kLanes) store8(values + i, load8(values + i) * splat(scale));
   if (p.hadamard) hadamard(values, p.block);
@@ -150,14 +147,19 @@ void int4_quantize_block(const Int4Quantize& p, int64_t index) {
   p.error_scales[index] = keep_rest(whole, p.block, error);
 }
 
-void int4_dequantize_block(const Int4Dequantize& p, int64_t index) {
-  alignas(32) float values[kInt4MaxBlock];
+void dequantize_code_block(const CodeDequantize& p, int64_t index) {
+  alignas(32) float values[kCodesMaxBlock];
   const int64_t first = index * p.block, count = std::min(p.block, p.n - first);
-  const uint8_t* codes = p.codes + index * p.block / 2;
+  const uint8_t* codes = p.codes + index * (p.block * p.bits / 8);
   const float scale = p.scales[index];
-  for (int64_t i = 0; i < p.block / 2; ++i) {
-    values[2 * i] = static_cast<float>((codes[i] & 15) - 8) * scale;
-    values[2 * i + 1] = static_cast<float>((codes[i] >> 4) - 8) * scale;
+  if (p.bits == 4) {
+    for (int64_t i = 0; i < p.block / 2; ++i) {
+      values[2 * i] = first_int4(codes[i]) * scale;
+      values[2 * i + 1] = second_int4(codes[i]) * scale;
+    }
+  } else {
+    const int8_t* bytes = reinterpret_cast<const int8_t*>(codes);
+    for (int64_t i = 0; i < p.block; i += kLanes) store8(values + i, widen(bytes + i) * splat(scale));
   }
   if (p.hadamard) hadamard(values, p.block);
   if (p.dtype == Element::kFloat) add_to(values, static_cast<float*>(p.out) + first, count, p.add);

@@ -22,8 +22,8 @@ namespace grpo_mc {
   void moe_copy_row(const char* from, char* to, int64_t bytes);                                              \
   void moe_combine_token(const MoeCombine& p);                                                               \
   double moe_dot_row(const void* a, const void* b, int64_t width, Element dtype);                            \
-  void int4_quantize_block(const Int4Quantize& p, int64_t index);                                            \
-  void int4_dequantize_block(const Int4Dequantize& p, int64_t index);                                        \
+  void quantize_code_block(const CodeQuantize& p, int64_t index);                                            \
+  void dequantize_code_block(const CodeDequantize& p, int64_t index);                                        \
   void rms_norm_row(const float* x, const float* weight, float* out, int64_t width, double eps);             \
   PolicySums policy_loss_chunk(const PolicyTokens& tokens, Element dtype, int64_t begin, int64_t end);       \
   }

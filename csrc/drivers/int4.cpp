@@ -1,4 +1,4 @@
-// quantize_int4 and dequantize_int4 on the CPU: checks, and one kernel call per block.
+// quantize_int4, quantize_int8 and back on the CPU: checks, and one kernel call per block.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -6,8 +6,9 @@
 #include <optional>
 #include <tuple>
 
-#include "drivers/checks.h"
+#include "common/block_codes.h"
 #include "cpu/kernels.h"
+#include "drivers/checks.h"
 #include "drivers/parallel.h"
 
 namespace grpo_mc {
@@ -18,25 +19,28 @@ using at::Tensor;
 constexpr int64_t kGrainEntries = 32768;
 
 void check_block(const char* op, int64_t block) {
-  TORCH_CHECK_VALUE(block >= kHadamardSize && block % kHadamardSize == 0 && block <= kInt4MaxBlock, op, ": block is ", block,
-                    "; it must be a multiple of 32 up to ", kInt4MaxBlock);
+  TORCH_CHECK_VALUE(block >= kHadamardSize && block % kHadamardSize == 0 && block <= kCodesMaxBlock, op, ": block is ", block,
+                    "; it must be a multiple of 32 up to ", kCodesMaxBlock);
 }
 
 void check_contiguous(const char* op, const char* name, const Tensor& x) {
   TORCH_CHECK_VALUE(x.is_contiguous(), op, ": ", name, " has strides ", x.strides(), "; it is written in place and must be contiguous");
 }
 
-std::tuple<Tensor, Tensor> quantize_int4(const Tensor& x, const std::optional<Tensor>& error_codes, const std::optional<Tensor>& error_scale,
-                                         int64_t block, bool stochastic, bool hadamard, int64_t seed, int64_t offset) {
-  const char* op = "quantize_int4";
+template <int kBits>
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, const std::optional<Tensor>& error_codes, const std::optional<Tensor>& error_scale,
+                                    int64_t block, bool stochastic, bool hadamard, int64_t seed, int64_t offset) {
+  const char* op = kBits == 4 ? "quantize_int4" : "quantize_int8";
   check_block(op, block);
   TORCH_CHECK_VALUE(offset >= 0, op, ": offset is ", offset, "; it must be at least 0");
   TORCH_CHECK_VALUE(error_codes.has_value() == error_scale.has_value(), op, ": give both error codes and error scales, or neither");
   const Tensor wide = (x.scalar_type() == at::kHalf ? x.to(at::kFloat) : x).contiguous();
   const int64_t blocks = (x.numel() + block - 1) / block;
-  Tensor codes = at::empty({blocks, block / 2}, x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
+  const auto code_options = x.options().dtype(kBits == 4 ? at::kByte : at::kChar);
+  Tensor codes = at::empty({blocks, block * kBits / 8}, code_options.memory_format(at::MemoryFormat::Contiguous));
   Tensor scales = at::empty({blocks}, x.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
-  Int4Quantize p{};
+  CodeQuantize p{};
+  p.bits = kBits;
   p.dtype = element_of(op, "x", wide, false);
   if (error_codes) {
     TORCH_CHECK_VALUE(error_codes->scalar_type() == at::kChar && error_codes->numel() == blocks * block, op, ": error codes are ",
@@ -49,7 +53,7 @@ std::tuple<Tensor, Tensor> quantize_int4(const Tensor& x, const std::optional<Te
     p.error_scales = error_scale->mutable_data_ptr<float>();
   }
   p.x = wide.const_data_ptr();
-  p.codes = codes.mutable_data_ptr<uint8_t>();
+  p.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
   p.scales = scales.mutable_data_ptr<float>();
   p.n = x.numel();
   p.block = block;
@@ -58,25 +62,28 @@ std::tuple<Tensor, Tensor> quantize_int4(const Tensor& x, const std::optional<Te
   p.stochastic = stochastic;
   p.hadamard = hadamard;
   parallel_for(blocks, std::max<int64_t>(1, kGrainEntries / block), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) GRPO_MC_KERNEL(int4_quantize_block)(p, i);
+    for (int64_t i = begin; i < end; ++i) GRPO_MC_KERNEL(quantize_code_block)(p, i);
   });
   return {codes, scales};
 }
 
-void dequantize_int4_(Tensor& out, const Tensor& codes, const Tensor& scales, int64_t block, bool hadamard, bool add) {
-  const char* op = "dequantize_int4";
+template <int kBits>
+void dequantize_(Tensor& out, const Tensor& codes, const Tensor& scales, int64_t block, bool hadamard, bool add) {
+  const char* op = kBits == 4 ? "dequantize_int4" : "dequantize_int8";
   check_block(op, block);
   const int64_t blocks = (out.numel() + block - 1) / block;
-  TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && codes.numel() == blocks * block / 2, op, ": codes are ", codes.scalar_type(), " ",
-                    codes.sizes(), "; for ", out.numel(), " entries they must be Byte [", blocks, ", ", block / 2, "]");
+  const at::ScalarType code_type = kBits == 4 ? at::kByte : at::kChar;
+  TORCH_CHECK_VALUE(codes.scalar_type() == code_type && codes.numel() == blocks * block * kBits / 8, op, ": codes are ", codes.scalar_type(), " ",
+                    codes.sizes(), "; for ", out.numel(), " entries they must be ", code_type, " [", blocks, ", ", block * kBits / 8, "]");
   TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat && scales.numel() == blocks, op, ": scale is ", scales.scalar_type(), " ",
                     scales.sizes(), "; it must be Float [", blocks, "]");
   check_contiguous(op, "out", out);
   check_no_overlap(op, "out", out, {codes, scales});
   const Tensor from = codes.contiguous(), factors = scales.contiguous();
-  Int4Dequantize p{};
+  CodeDequantize p{};
+  p.bits = kBits;
   p.dtype = element_of(op, "out", out, false);
-  p.codes = from.const_data_ptr<uint8_t>();
+  p.codes = static_cast<const uint8_t*>(from.const_data_ptr());
   p.scales = factors.const_data_ptr<float>();
   p.out = out.mutable_data_ptr();
   p.n = out.numel();
@@ -84,15 +91,17 @@ void dequantize_int4_(Tensor& out, const Tensor& codes, const Tensor& scales, in
   p.hadamard = hadamard;
   p.add = add;
   parallel_for(blocks, std::max<int64_t>(1, kGrainEntries / block), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) GRPO_MC_KERNEL(int4_dequantize_block)(p, i);
+    for (int64_t i = begin; i < end; ++i) GRPO_MC_KERNEL(dequantize_code_block)(p, i);
   });
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
-  m.impl("quantize_int4", quantize_int4);
-  m.impl("dequantize_int4_", dequantize_int4_);
+  m.impl("quantize_int4", quantize<4>);
+  m.impl("quantize_int8", quantize<8>);
+  m.impl("dequantize_int4_", dequantize_<4>);
+  m.impl("dequantize_int8_", dequantize_<8>);
 }
 
 }  // namespace grpo_mc

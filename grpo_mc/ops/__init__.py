@@ -9,6 +9,7 @@ from __future__ import annotations
 from grpo_mc.ops.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, quantize_fp8
 from grpo_mc.ops.group_advantages import group_advantages
 from grpo_mc.ops.int4 import Int4Error, dequantize_int4, int4_error, quantize_int4
+from grpo_mc.ops.int8 import dequantize_int8, quantize_int8
 from grpo_mc.ops.linear_logprobs import linear_logprob_stats, linear_logprobs, linear_logprobs_backward
 from grpo_mc.ops.loader import OperatorsMissing, info
 from grpo_mc.ops.moe import moe_permute, moe_route, moe_unpermute
@@ -24,6 +25,7 @@ __all__ = [
     "PolicyLoss",
     "dequantize_fp8",
     "dequantize_int4",
+    "dequantize_int8",
     "fp8_gemm",
     "fp8_grouped_gemm",
     "group_advantages",
@@ -39,6 +41,7 @@ __all__ = [
     "policy_loss",
     "quantize_fp8",
     "quantize_int4",
+    "quantize_int8",
     "rms_norm",
     "row_linear",
     "token_logprob_stats",

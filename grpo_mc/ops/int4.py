@@ -11,6 +11,7 @@ LoCo (arXiv 2407.04480) for 8-bit error feedback.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 class Int4Error(NamedTuple):
-    """What earlier calls left over, in 8 bits: codes [B, block] int8 times scale [B] float32."""
+    """What earlier calls left over, in 8 bits: codes [B, block] int8 times scale [B] float32. quantize_int8's too."""
 
     codes: Tensor
     scale: Tensor
@@ -66,13 +67,7 @@ def quantize_int4(
     Raises:
         ValueError: dtype, block, rounding, or an error state of another size.
     """
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"quantize_int4: rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
-    codes, scale = error if error is not None else (None, None)
-    check_devices("quantize_int4", x=x, error_codes=codes, error_scale=scale)
-    return torch.ops.grpo_mc.quantize_int4(
-        x.detach(), codes, scale, block, rounding == "stochastic", hadamard, seed, offset
-    )
+    return quantize_codes("int4", x, block, rounding, hadamard, error, seed, offset)
 
 
 def dequantize_int4(
@@ -98,27 +93,59 @@ def dequantize_int4(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    check_devices("dequantize_int4", codes=codes, scale=scale, add_to=add_to)
+    return dequantize_codes("int4", codes, scale, shape, hadamard, dtype, add_to)
+
+
+def quantize_codes(
+    kind: str, x: Tensor, block: int, rounding: str, hadamard: bool, error: Int4Error | None, seed: int, offset: int
+) -> tuple[Tensor, Tensor]:
+    """quantize_int4 or, with kind "int8", quantize_int8."""
+    op = f"quantize_{kind}"
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"{op}: rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
+    codes, scale = error if error is not None else (None, None)
+    check_devices(op, x=x, error_codes=codes, error_scale=scale)
+    compiled = getattr(torch.ops.grpo_mc, op)
+    return compiled(x.detach(), codes, scale, block, rounding == "stochastic", hadamard, seed, offset)
+
+
+def dequantize_codes(
+    kind: str, codes: Tensor, scale: Tensor, shape: tuple[int, ...] | torch.Size, hadamard: bool, dtype: torch.dtype,
+    add_to: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """dequantize_int4 or, with kind "int8", dequantize_int8."""
+    op = f"dequantize_{kind}"
+    check_devices(op, codes=codes, scale=scale, add_to=add_to)
+    entries_a_code = 2 if kind == "int4" else 1
     if codes.dim() != 2:
-        raise ValueError(f"dequantize_int4: codes have shape {list(codes.shape)}; they must be [B, block / 2]")
+        columns = "block / 2" if kind == "int4" else "block"
+        raise ValueError(f"{op}: codes have shape {list(codes.shape)}; they must be [B, {columns}]")
     if add_to is not None and add_to.shape != torch.Size(shape):
-        raise ValueError(f"dequantize_int4: add_to has shape {list(add_to.shape)}; it must be {list(shape)}")
+        raise ValueError(f"{op}: add_to has shape {list(add_to.shape)}; it must be {list(shape)}")
     if add_to is not None:
-        check_written("dequantize_int4", "add_to", add_to)
+        check_written(op, "add_to", add_to)
     out = add_to if add_to is not None else torch.empty(shape, dtype=dtype, device=codes.device)
-    torch.ops.grpo_mc.dequantize_int4_(out, codes, scale, 2 * codes.shape[1], hadamard, add_to is not None)
+    block = entries_a_code * codes.shape[1]
+    getattr(torch.ops.grpo_mc, f"{op}_")(out, codes, scale, block, hadamard, add_to is not None)
     return out
 
 
-@torch.library.register_fake("grpo_mc::quantize_int4")
-def _fake_quantize(
-    x: Tensor, error_codes: Tensor | None, error_scale: Tensor | None, block: int, stochastic: bool, hadamard: bool,
-    seed: int, offset: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    blocks = (x.numel() + block - 1) // block
-    return x.new_empty(blocks, block // 2, dtype=torch.uint8), x.new_empty(blocks, dtype=torch.float32)
+def _fake_quantize(code_dtype: torch.dtype, entries_a_code: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(
+        x: Tensor, error_codes: Tensor | None, error_scale: Tensor | None, block: int, stochastic: bool, hadamard: bool,
+        seed: int, offset: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        blocks = (x.numel() + block - 1) // block
+        return x.new_empty(blocks, block // entries_a_code, dtype=code_dtype), x.new_empty(blocks, dtype=torch.float32)
+
+    return fake
 
 
-@torch.library.register_fake("grpo_mc::dequantize_int4_")
 def _fake_dequantize(out: Tensor, codes: Tensor, scale: Tensor, block: int, hadamard: bool, add: bool) -> None:
     return None
+
+
+torch.library.register_fake("grpo_mc::quantize_int4", _fake_quantize(torch.uint8, 2))
+torch.library.register_fake("grpo_mc::quantize_int8", _fake_quantize(torch.int8, 1))
+torch.library.register_fake("grpo_mc::dequantize_int4_", _fake_dequantize)
+torch.library.register_fake("grpo_mc::dequantize_int8_", _fake_dequantize)

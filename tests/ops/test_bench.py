@@ -22,7 +22,7 @@ def test_every_operator_has_a_benchmark() -> None:
 
     # Timed as parts of others: of token_logprobs and linear_logprobs, or so little beside the operator before it.
     parts = {"PolicyLoss", "token_logprob_stats", "token_logprobs_backward", "linear_logprob_stats"}
-    parts |= {"dequantize_fp8", "dequantize_int4", "moe_route"}
+    parts |= {"dequantize_fp8", "dequantize_int4", "dequantize_int8", "moe_route"}
     assert set(bench.names()) == set(reference.__all__) - parts
 
 

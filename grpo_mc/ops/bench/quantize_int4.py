@@ -16,15 +16,21 @@ from grpo_mc.ops.int4 import Int4Error, int4_error
 ENTRIES, BLOCK = 1 << 26, 128
 
 
-def torch_quantize(x: Tensor, error_codes: Tensor, error_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """What a user writes; the error state is replaced in place."""
+def feedback_codes(x: Tensor, error_codes: Tensor, error_scale: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers [n / BLOCK, BLOCK] and scales; the error state is replaced in place."""
     whole = x.view(-1, BLOCK) + error_codes.float() * error_scale[:, None]
-    scale = (whole.abs().amax(1) / 7.0).clamp_min(2.0**-126)
-    q = (whole * (1.0 / scale)[:, None]).round().clamp(-7, 7)
+    scale = (whole.abs().amax(1) / levels).clamp_min(2.0**-126)
+    q = (whole * (1.0 / scale)[:, None]).round().clamp(-levels, levels)
     rest = whole - q * scale[:, None]
     rest_scale = (rest.abs().amax(1) / 127.0).clamp_min(2.0**-126)
     error_codes.copy_((rest * (1.0 / rest_scale)[:, None]).round().clamp(-127, 127))
     error_scale.copy_(rest_scale)
+    return q, scale
+
+
+def torch_quantize(x: Tensor, error_codes: Tensor, error_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What a user writes."""
+    q, scale = feedback_codes(x, error_codes, error_scale, 7)
     nibbles = (q + 8).to(torch.uint8)
     return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4), scale
 

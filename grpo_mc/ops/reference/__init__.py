@@ -10,6 +10,7 @@ from __future__ import annotations
 from grpo_mc.ops.reference.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, quantize_fp8
 from grpo_mc.ops.reference.group_advantages import group_advantages
 from grpo_mc.ops.reference.int4 import dequantize_int4, quantize_int4
+from grpo_mc.ops.reference.int8 import dequantize_int8, quantize_int8
 from grpo_mc.ops.reference.linear_logprobs import linear_logprob_stats, linear_logprobs
 from grpo_mc.ops.reference.moe import moe_permute, moe_route, moe_unpermute
 from grpo_mc.ops.reference.paged_attention import paged_attention
@@ -21,6 +22,7 @@ from grpo_mc.ops.reference.token_logprobs import token_logprob_stats, token_logp
 __all__ = [
     "dequantize_fp8",
     "dequantize_int4",
+    "dequantize_int8",
     "fp8_gemm",
     "fp8_grouped_gemm",
     "group_advantages",
@@ -33,6 +35,7 @@ __all__ = [
     "policy_loss",
     "quantize_fp8",
     "quantize_int4",
+    "quantize_int8",
     "rms_norm",
     "row_linear",
     "token_logprob_stats",

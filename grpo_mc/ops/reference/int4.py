@@ -1,4 +1,4 @@
-"""4-bit codes with error feedback, one obvious step after the other."""
+"""4-bit codes with error feedback, one obvious step after the other; the steps are those of 8-bit codes too."""
 
 from __future__ import annotations
 
@@ -39,6 +39,48 @@ def uniforms(seed: int, first: int, count: int) -> Tensor:
     return torch.from_numpy(((words >> np.uint64(8)).astype(np.float64) * 2.0**-24).astype(np.float32))
 
 
+def quantize_blocks(
+    x: Tensor, levels: int, block: int, rounding: str, hadamard: bool, error: Int4Error | None, seed: int, offset: int
+) -> tuple[Tensor, Tensor]:
+    """(q [B, block] float32, whole numbers from -levels to levels; scale [B]); the error state is replaced."""
+    count = -(-x.numel() // block)
+    whole = torch.zeros(count * block)
+    whole[: x.numel()] = x.float().flatten()
+    whole = whole.view(count, block)
+    if error is not None:
+        whole = whole + error.codes.float() * error.scale[:, None]
+    values = _transform(whole) if hadamard else whole
+    amax = values.abs().amax(1) if count else torch.zeros(0)
+    scale = (amax / levels).clamp_min(LOWEST_SCALE)
+    inverse = (1.0 / scale)[:, None]
+    if rounding == "nearest":
+        q = (values * inverse).round()
+    else:
+        q = (values * inverse + uniforms(seed, offset, count * block).view(count, block)).floor()
+    good = amax.isfinite()
+    q = torch.where(good[:, None], q.clamp(-levels, levels), torch.zeros(()))
+    scale = torch.where(good, scale, torch.nan)
+    if error is not None:
+        seen = q * scale[:, None]
+        rest = whole - (_transform(seen) if hadamard else seen)
+        rest_scale = (rest.abs().amax(1) / 127.0).clamp_min(LOWEST_SCALE)
+        codes = (rest * (1.0 / rest_scale)[:, None]).round().clamp(-127, 127).nan_to_num().to(torch.int8)
+        error.codes.copy_(torch.where(good[:, None], codes, error.codes.view(count, block)))
+        error.scale.copy_(torch.where(good, rest_scale, error.scale))
+    return q, scale
+
+
+def dequantize_blocks(
+    q: Tensor, scale: Tensor, shape: tuple[int, ...] | torch.Size, hadamard: bool, dtype: torch.dtype,
+    add_to: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The numbers again, in that shape."""
+    values = q * scale[:, None]
+    values = _transform(values) if hadamard else values
+    flat = values.flatten()[: torch.Size(shape).numel()].view(shape)
+    return flat.to(dtype) if add_to is None else add_to.add_(flat)
+
+
 def quantize_int4(
     x: Tensor,
     *,
@@ -50,31 +92,8 @@ def quantize_int4(
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(codes [B, block / 2] uint8, scale [B] float32); see grpo_mc.ops.int4."""
-    count = -(-x.numel() // block)
-    whole = torch.zeros(count * block)
-    whole[: x.numel()] = x.float().flatten()
-    whole = whole.view(count, block)
-    if error is not None:
-        whole = whole + error.codes.float() * error.scale[:, None]
-    values = _transform(whole) if hadamard else whole
-    amax = values.abs().amax(1) if count else torch.zeros(0)
-    scale = (amax / 7.0).clamp_min(LOWEST_SCALE)
-    inverse = (1.0 / scale)[:, None]
-    if rounding == "nearest":
-        q = (values * inverse).round()
-    else:
-        q = (values * inverse + uniforms(seed, offset, count * block).view(count, block)).floor()
-    good = amax.isfinite()
-    q = torch.where(good[:, None], q.clamp(-7, 7), torch.zeros(()))
-    scale = torch.where(good, scale, torch.nan)
-    nibbles = (q + 8).to(torch.uint8).view(count, block // 2, 2)
-    if error is not None:
-        seen = q * scale[:, None]
-        rest = whole - (_transform(seen) if hadamard else seen)
-        rest_scale = (rest.abs().amax(1) / 127.0).clamp_min(LOWEST_SCALE)
-        codes = (rest * (1.0 / rest_scale)[:, None]).round().clamp(-127, 127).nan_to_num().to(torch.int8)
-        error.codes.copy_(torch.where(good[:, None], codes, error.codes.view(count, block)))
-        error.scale.copy_(torch.where(good, rest_scale, error.scale))
+    q, scale = quantize_blocks(x, 7, block, rounding, hadamard, error, seed, offset)
+    nibbles = (q + 8).to(torch.uint8).view(len(q), block // 2, 2)
     return nibbles[..., 0] | (nibbles[..., 1] << 4), scale
 
 
@@ -89,7 +108,4 @@ def dequantize_int4(
 ) -> Tensor:
     """The numbers again, in that shape."""
     q = torch.stack([codes & 15, codes >> 4], -1).view(len(codes), 2 * codes.shape[1]).float() - 8
-    values = q * scale[:, None]
-    values = _transform(values) if hadamard else values
-    flat = values.flatten()[: torch.Size(shape).numel()].view(shape)
-    return flat.to(dtype) if add_to is None else add_to.add_(flat)
+    return dequantize_blocks(q, scale, shape, hadamard, dtype, add_to)
