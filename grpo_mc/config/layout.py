@@ -84,6 +84,11 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape, world_size: int)
     etp = expert_tensor_size(parallel)
     sequence_parallel = resolve_sequence_parallel(parallel, shape)
     problems = _dense_problems(parallel, shape) + _expert_problems(parallel, shape, dp, etp, sequence_parallel)
+    if parallel.grad_compression != "none" and parallel.tp > 1 and not sequence_parallel:
+        problems.append(
+            f"parallel.grad_compression is '{parallel.grad_compression}' and parallel.tp is {parallel.tp} without "
+            "sequence_parallel: copies of norms drift apart; set sequence_parallel: true, or grad_compression: none"
+        )
     if sequence_parallel and parallel.tp == 1 and parallel.sequence_parallel:
         problems.append("parallel.sequence_parallel is true but parallel.tp is 1; remove it or raise tp")
     if problems:

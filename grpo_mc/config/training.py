@@ -57,6 +57,9 @@ class ParallelConfig(Section):
     """Split the activations between tensor-parallel regions over tp; null = when the model has experts and tp > 1."""
     max_tokens_per_micro_batch: int = Field(default=1024, ge=1)
     """Most tokens in a micro-batch on one rank; one longer sequence still makes a micro-batch."""
+    grad_compression: Literal["none", "int8", "int4"] = "none"
+    """Bits of a gradient entry on its way between data-parallel ranks, with error feedback (about 2 more bytes of
+    memory a parameter); for slow networks. With tp > 1 it needs sequence_parallel."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest wait in one collective, in seconds; then the run fails."""
 

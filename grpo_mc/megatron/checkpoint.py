@@ -1,6 +1,7 @@
 """Checkpoints of a policy: everything a run needs to go on as if it had not stopped.
 
-On the same layout a restored policy is the saved one to the last bit. It also loads on another layout (tp, pp, ep, dp).
+On the same layout a restored policy is the saved one to the last bit. It also loads on another layout (tp, pp, ep, dp);
+what gradient compression left over then starts from nothing again.
 A save is atomic, see checkpoint_files; what is saved, and from where, see checkpoint_shards. All ranks call the
 functions here together.
 """
@@ -60,7 +61,7 @@ def save_checkpoint(policy: Policy, mesh: Mesh, directory: Path, extra: dict[str
     ensure_state(policy.optimizer)
     state = _from_rank_zero(mesh.rank, lambda: _state_file(policy, mesh, extra))
     try:
-        write_shards(_shards(policy), temporary, on_written)
+        write_shards(_shards(policy) + _error_shards(policy), temporary, on_written)
     except BaseException as error:  # Ctrl-C, too, leaves no half of a checkpoint
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -83,10 +84,12 @@ def load_checkpoint(policy: Policy, mesh: Mesh, directory: Path) -> dict[str, An
         ValueError: The checkpoint is incomplete, or of another model or data type.
         CheckpointError: A file could not be read. The policy may be partly loaded.
     """
-    state = _from_rank_zero(mesh.rank, lambda: _read_state_file(policy, directory))
+    state, has_errors = _from_rank_zero(mesh.rank, lambda: _read_state_file(policy, mesh, directory))
     ensure_state(policy.optimizer)
+    if policy.compression is not None and not has_errors:
+        policy.compression.reset()
     try:
-        read_shards(_shards(policy), directory)
+        read_shards(_shards(policy) + (_error_shards(policy) if has_errors else []), directory)
     except CheckpointException as error:
         clear, cause = _clear_error("load", directory, error)
         raise clear from cause
@@ -126,6 +129,18 @@ def _shards(policy: Policy) -> list[Any]:
     return weight_shards(policy.model) + optimizer_shards(policy.model, policy.optimizer)
 
 
+def _error_shards(policy: Policy) -> list[Any]:
+    """What gradient compression left over on this rank."""
+    return policy.compression.shards() if policy.compression is not None else []
+
+
+def _compression(policy: Policy, mesh: Mesh) -> dict[str, Any] | None:
+    """What has to agree for _error_shards to be of use to a policy."""
+    if policy.compression is None:
+        return None
+    return {"mesh": mesh.describe(), "buckets": policy.compression.identity()}
+
+
 def _identity(policy: Policy) -> dict[str, Any]:
     """What has to agree between a checkpoint and the policy that it is loaded into."""
     dtype = str(policy.model.config.params_dtype).removeprefix("torch.")
@@ -137,25 +152,29 @@ def _identity(policy: Policy) -> dict[str, Any]:
 
 def _state_file(policy: Policy, mesh: Mesh, extra: dict[str, Any]) -> bytes:
     state = {"model": _identity(policy), "mesh": mesh.describe(), "optimizer": host_state(policy.optimizer)}
+    state["compression"] = _compression(policy, mesh)
     try:
         return json.dumps({**state, "extra": extra}, indent=1).encode()
     except TypeError as error:
         raise ValueError(f"save checkpoint: extra cannot be written as JSON ({error}); convert it first") from error
 
 
-def _read_state_file(policy: Policy, directory: Path) -> dict[str, Any]:
+def _read_state_file(policy: Policy, mesh: Mesh, directory: Path) -> tuple[dict[str, Any], bool]:
+    """The host state, and whether the checkpoint holds what gradient compression left over in this very layout."""
     fault = checkpoint_files.fault_of(directory)
     if fault is not None:
         raise ValueError(f"load checkpoint: {directory} is no complete checkpoint: {fault}; choose another")
     state: dict[str, Any] = json.loads((directory / checkpoint_files.STATE).read_text())
-    saved, ours = state["model"], _identity(policy)
+    saved: dict[str, Any] = state["model"]
+    ours = _identity(policy)
     for name in sorted(saved.keys() | ours.keys()):
         if saved.get(name) != ours.get(name):
             raise ValueError(
                 f"load checkpoint: {directory} was saved with {name} = {saved.get(name)!r} but the model has"
                 f" {ours.get(name)!r}; choose a checkpoint of this model, or the model and dtype of the checkpoint"
             )
-    return state
+    compression = _compression(policy, mesh)
+    return state, compression is not None and state.get("compression") == compression
 
 
 def _from_rank_zero(rank: int, fn: Callable[[], T]) -> T:

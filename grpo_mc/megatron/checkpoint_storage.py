@@ -44,7 +44,7 @@ _PICKLED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in (torch.float32, torch.bfloat16)),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in (torch.float32, torch.bfloat16, torch.int8)),
 }
 """What a checkpoint's metadata consists of: (module, name)."""
 

@@ -87,7 +87,7 @@ class CompressedAllGather:
                 f" rank {self.rank} of {self.ranks} needs {last - first} and [{self.numel}]"
             )
         if part.untyped_storage().data_ptr() == copy.untyped_storage().data_ptr() and part.numel():
-            raise ValueError("all_gather: part shares memory with copy; keep the weights that are updated apart from it")
+            raise ValueError("all_gather: part shares memory with copy; keep the weights that are updated apart")
 
     def _refresh(self, part: Tensor, copy: Tensor) -> None:
         mine = copy.new_zeros(self._size)

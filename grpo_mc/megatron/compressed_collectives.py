@@ -178,9 +178,7 @@ class CompressedReduceScatter:
         out = torch.empty(len(own), device=own.device) if out is None else out
         flat = out.view(-1)
         size = self._message_bytes(self.rank)
-        columns = {
-            rank: self.wire.split(received[at * size : (at + 1) * size]) for at, rank in enumerate(self._others)
-        }
+        columns = {rank: self.wire.split(received[at * size : (at + 1) * size]) for at, rank in enumerate(self._others)}
         blocks = _CHUNK_ENTRIES // self.wire.block
         for first in range(0, len(own), _CHUNK_ENTRIES):
             piece = own[first : first + _CHUNK_ENTRIES]
@@ -190,7 +188,8 @@ class CompressedReduceScatter:
                 if rank == self.rank:
                     total += piece
                 else:
-                    self.wire.add(*(column[at] for column in columns[rank]), total)
+                    codes, scale = columns[rank]
+                    self.wire.add(codes[at], scale[at], total)
             flat[first : first + _CHUNK_ENTRIES] = total if divisor == 1.0 else total / divisor
         return out
 

@@ -21,6 +21,7 @@ from grpo_mc.algorithms.denominators import Denominators
 from grpo_mc.algorithms.loss import grpo_loss
 from grpo_mc.algorithms.metrics import add_sums
 from grpo_mc.config import AlgorithmConfig, OptimizerConfig
+from grpo_mc.megatron import grad_compression
 from grpo_mc.megatron.logprobs import vocab_parallel_logprobs
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.megatron.micro_batch import MicroBatch
@@ -94,16 +95,20 @@ class Policy:
 
     def __init__(
         self, model: PolicyModel, mesh: Mesh, *, algorithm: AlgorithmConfig, optimizer: OptimizerConfig,
-        temperature: float,
+        temperature: float, compression: str = "none",
     ) -> None:  # fmt: skip
         """
         Args:
             model: This rank's stage, weights loaded.
             temperature: The one that rollouts are sampled with; logits are divided by it here too.
+            compression: Of gradients between data-parallel ranks: parallel.grad_compression.
         """
         self.model, self.mesh, self.algorithm, self.temperature = model, mesh, algorithm, temperature
         self.clip_grad = optimizer.clip_grad
         self.ddp = wrap_ddp(model)
+        self.compression: grad_compression.GradCompression | None = None
+        if compression != "none":
+            self.compression = grad_compression.install(self.ddp, grad_compression.compressed(compression))
         self.optimizer = build_optimizer(self.ddp, optimizer)
         model.config.finalize_model_grads_func = _finalize
         model.config.grad_scale_func = self.optimizer.scale_loss
@@ -115,7 +120,7 @@ class Policy:
         process that trains several times keeps every model and the threads of every process group.
         """
         vars(self.ddp).clear()
-        del self.model, self.ddp, self.optimizer
+        del self.model, self.ddp, self.optimizer, self.compression
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Log-probs of the scored tokens under the current weights; see compute_logprobs."""
@@ -139,8 +144,11 @@ class Policy:
         return self._sum_over_ranks(add_sums(collected))
 
     def step(self, lr: float) -> tuple[bool, float]:
-        """Updates the weights; see optimizer_step."""
-        return optimizer_step(self.optimizer, lr=lr, clip_grad=self.clip_grad)
+        """Updates the weights; see optimizer_step. A step that does not leaves no trace in the compression either."""
+        changed, norm = optimizer_step(self.optimizer, lr=lr, clip_grad=self.clip_grad)
+        if not changed and self.compression is not None:
+            self.compression.undo()
+        return changed, norm
 
     def _loss(self, denominators: Denominators, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         assert batch.loss is not None

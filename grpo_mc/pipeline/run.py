@@ -105,7 +105,7 @@ def _build_training(runtime: Runtime) -> TrainingModule:
     config = runtime.config
     policy = Policy(
         runtime.model, runtime.mesh, algorithm=config.algorithm, optimizer=config.optimizer,
-        temperature=config.rollout.temperature,
+        temperature=config.rollout.temperature, compression=config.parallel.grad_compression,
     )  # fmt: skip
     return TrainingModule(policy, runtime.mesh, config)
 

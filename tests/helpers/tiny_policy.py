@@ -20,7 +20,7 @@ NUM_GROUPS, GROUP_SIZE, RESPONSE_LENGTH = 4, 2, 5
 LR = 1e-2
 
 
-def build_policy(mesh: Mesh, model_folder: Path, dtype: str = "fp32") -> Any:
+def build_policy(mesh: Mesh, model_folder: Path, dtype: str = "fp32", compression: str = "none") -> Any:
     """A Policy with the weights of a model folder."""
     from grpo_mc.megatron.hf_checkpoint import open_checkpoint
     from grpo_mc.megatron.model import build_model, policy_config
@@ -31,11 +31,13 @@ def build_policy(mesh: Mesh, model_folder: Path, dtype: str = "fp32") -> Any:
     model = build_model(weights.architecture, mesh, policy_config(weights.architecture, mesh, dtype=dtype))
     load_weights(model, weights, mesh)
     settings = OptimizerConfig(lr=LR, weight_decay=0.1)
-    return Policy(model, mesh, algorithm=AlgorithmConfig(), optimizer=settings, temperature=1.0)
+    return Policy(
+        model, mesh, algorithm=AlgorithmConfig(), optimizer=settings, temperature=1.0, compression=compression
+    )
 
 
-def train_step(policy: Any, mesh: Mesh, step: int) -> tuple[float, float]:
-    """One forward, backward and update on the batch of a step; a group is a micro-batch.
+def train_step(policy: Any, mesh: Mesh, step: int, lr: float | None = None) -> tuple[float, float]:
+    """One forward, backward and update on the batch of a step; a group is a micro-batch. lr None = falling from LR.
 
     Returns: the loss over all ranks and the gradient's norm.
     """
@@ -54,7 +56,7 @@ def train_step(policy: Any, mesh: Mesh, step: int) -> tuple[float, float]:
         torch.arange(rows) // GROUP_SIZE,
     )
     loss = policy.backward(batches, denominators)["loss"]
-    updated, norm = policy.step(LR / (step + 1))
+    updated, norm = policy.step(LR / (step + 1) if lr is None else lr)
     assert updated
     return loss, norm
 
