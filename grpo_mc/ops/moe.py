@@ -59,6 +59,34 @@ def moe_route(
     return expert_ids, probs / (probs.sum(-1, keepdim=True) + _LEAST_SUM) if normalize else probs
 
 
+def moe_plan(
+    expert_ids: Tensor, *, num_experts: int, capacity: int | None = None, align: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Where moe_permute moves the tokens: (row_map [T, K] int64, offsets [E + 1] int64), arguments as there."""
+    return torch.ops.grpo_mc.moe_plan(expert_ids, num_experts, capacity, align)
+
+
+def moe_place(x: Tensor, row_map: Tensor, *, out: Tensor) -> Tensor:
+    """Each token's row at its places of a map, zeros at places of no token. Not differentiable.
+
+    Args:
+        x: [T, H], any dtype.
+        row_map: [T, K] int64 from moe_plan; -1 = nowhere.
+        out: [R, H], the dtype of x, written; its rows may lie apart.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: shapes, dtypes, a row out of range or named twice, an out that needs a gradient.
+    """
+    check_devices("moe_place", x=x, row_map=row_map, out=out)
+    check_written("moe_place", "out", out)
+    # The map stands in for the weights, which nobody wants here.
+    torch.ops.grpo_mc.moe_permute_(out, row_map.new_empty(out.shape[0]), x.detach(), row_map, row_map)
+    return out
+
+
 def moe_permute(
     x: Tensor,
     expert_ids: Tensor,
@@ -88,7 +116,7 @@ def moe_permute(
         ValueError: shapes, dtypes, an expert out of range, an out that is too small or would need a gradient.
     """
     check_devices("moe_permute", x=x, expert_ids=expert_ids, probs=probs, out=out)
-    row_map, offsets = torch.ops.grpo_mc.moe_plan(expert_ids, num_experts, capacity, align)
+    row_map, offsets = moe_plan(expert_ids, num_experts=num_experts, capacity=capacity, align=align)
     num_rows = int(offsets[-1])
     if out is None:
         return (*torch.ops.grpo_mc.moe_permute(x, probs, row_map, num_rows), row_map, offsets)
