@@ -53,6 +53,9 @@ class ParallelConfig(Section):
     """Context-parallel size; only 1 in this version."""
     dp: int | None = Field(default=None, ge=1)
     """Data-parallel size; null = world size / (tp * pp * cp). When given it must be that."""
+    moe_dispatcher: Literal["dedupe", "dedupe_fp8", "megatron"] = "dedupe"
+    """How tokens travel to their experts: "dedupe" sends a token once a rank, "dedupe_fp8" that as FP8 with a scale for
+    each 128 numbers (half the bytes of bf16, and the rounding of FP8), "megatron" is Megatron-Core's all-to-all."""
     sequence_parallel: bool | None = None
     """Split the activations between tensor-parallel regions over tp; null = when the model has experts and tp > 1."""
     max_tokens_per_micro_batch: int = Field(default=1024, ge=1)

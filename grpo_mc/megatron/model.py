@@ -21,6 +21,7 @@ from grpo_mc.megatron.hf_config import ModelArchitecture
 from grpo_mc.megatron.layer_spec import block_spec
 from grpo_mc.megatron.layout import AttentionLayout
 from grpo_mc.megatron.mesh import Mesh
+from grpo_mc.megatron.token_dispatcher import use_dedupe_dispatcher
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -33,6 +34,8 @@ class PolicyConfig(TransformerConfig):
     """Base of the RoPE frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """See layout.rope_inverse_frequencies."""
+    moe_dispatcher: str = "dedupe"
+    """See ParallelConfig.moe_dispatcher."""
 
 
 class PolicyModel(GPTModel):
@@ -70,7 +73,7 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 def policy_config(
     architecture: ModelArchitecture, mesh: Mesh, *, dtype: str = "fp32", recompute: str = "none",
-    sequence_parallel: bool | None = None,
+    sequence_parallel: bool | None = None, moe_dispatcher: str = "dedupe",
 ) -> PolicyConfig:  # fmt: skip
     """Megatron-Core's configuration of an architecture on a mesh.
 
@@ -78,6 +81,7 @@ def policy_config(
         dtype: "fp32" or "bf16": parameters and activations.
         recompute: "none", or "full": each layer's activations are computed again in the backward pass.
         sequence_parallel: None = where Megatron-Core needs it (mixture of experts with tp > 1).
+        moe_dispatcher: "dedupe", "dedupe_fp8" or "megatron"; see ParallelConfig.moe_dispatcher.
     """
     moe: dict[str, Any] = {}
     if architecture.num_experts:
@@ -102,7 +106,7 @@ def policy_config(
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
         masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", calculate_per_token_loss=True,
-        rope_theta=architecture.rope_theta, rope_scaling=architecture.rope_scaling,
+        rope_theta=architecture.rope_theta, rope_scaling=architecture.rope_scaling, moe_dispatcher=moe_dispatcher,
         **moe, **(full if recompute == "full" else {}),
     )  # fmt: skip
 
@@ -133,6 +137,8 @@ def build_model(architecture: ModelArchitecture, mesh: Mesh, config: PolicyConfi
         share_embeddings_and_output_weights=architecture.tie_word_embeddings,
     )
     model.architecture = architecture
+    if config.moe_dispatcher != "megatron":
+        use_dedupe_dispatcher(model, payload="fp8" if config.moe_dispatcher == "dedupe_fp8" else None)
     if model.post_process:
         # _postprocess gathers the sequence itself, to select rows of it.
         model.output_layer.sequence_parallel = False

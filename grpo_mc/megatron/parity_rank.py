@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mc.config import AlgorithmConfig, OptimizerConfig
+from grpo_mc.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from grpo_mc.data.packing import PackedBatch, pack
 from grpo_mc.megatron.gradients import export_gradients, gather_shards, replica_difference
 from grpo_mc.megatron.hf_checkpoint import open_checkpoint
@@ -80,7 +80,7 @@ def measure_layout(
     mesh = build_mesh(
         tp=parallel.tp, pp=parallel.pp, ep=parallel.ep, etp=parallel.etp, dp=parallel.dp, timeout_s=timeout_s
     )
-    policy, problem = _build(mesh, model_path, bool(parallel.sequence_parallel))
+    policy, problem = _build(mesh, model_path, parallel)
     pad_multiple = mesh.tp if policy.model.config.sequence_parallel else 1
     plan = problem.plan(layout.micro_batches, mesh.dp)[mesh.dp_rank]
     packed = [pack(problem.groups, micro_batch, pad_multiple=pad_multiple) for micro_batch in plan]
@@ -127,13 +127,16 @@ def _collect_gradients(policy: Policy, objective: str, result: Measurement) -> N
     result.gradients[f"{objective}: norm of all"] = torch.tensor([norm])
 
 
-def _build(mesh: Mesh, model_path: str | None, sequence_parallel: bool) -> tuple[Policy, Problem]:
+def _build(mesh: Mesh, model_path: str | None, parallel: ParallelConfig) -> tuple[Policy, Problem]:
     architecture, source = TINY_MIXTRAL, KeyedWeights(TINY_MIXTRAL)
     weights: TensorSource = source
     if model_path is not None:
         weights = checkpoint = open_checkpoint(model_path)
         architecture = checkpoint.architecture
-    model = build_model(architecture, mesh, policy_config(architecture, mesh, sequence_parallel=sequence_parallel))
+    config = policy_config(
+        architecture, mesh, sequence_parallel=parallel.sequence_parallel, moe_dispatcher=parallel.moe_dispatcher
+    )
+    model = build_model(architecture, mesh, config)
     load_weights(model, weights, mesh)
     policy = Policy(model, mesh, algorithm=AlgorithmConfig(), optimizer=OptimizerConfig(), temperature=TEMPERATURE)
     return policy, Problem(architecture.vocab_size)

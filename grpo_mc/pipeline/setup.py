@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_mc.config import Config, ModelConfig, check_parallel
+from grpo_mc.config import Config, ModelConfig, ParallelConfig, check_parallel
 from grpo_mc.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from grpo_mc.megatron.hf_checkpoint import locate_folder, open_checkpoint
 from grpo_mc.megatron.hf_config import ModelArchitecture, model_shape, read_architecture
@@ -60,17 +60,18 @@ def build_runtime(config: Config, *, trains: bool = False) -> Runtime:
         cp=parallel.cp, dp=parallel.dp, timeout_s=parallel.timeout_s, seed=config.run.seed,
     )  # fmt: skip
     config = config.model_copy(update={"parallel": parallel})
-    model = load_model(config.model, architecture, mesh, sequence_parallel=parallel.sequence_parallel)
+    model = load_model(config.model, architecture, mesh, parallel)
     return Runtime(config, mesh, architecture, tokenizer, model)
 
 
 def load_model(
-    config: ModelConfig, architecture: ModelArchitecture, mesh: Mesh, *, sequence_parallel: bool | None
+    config: ModelConfig, architecture: ModelArchitecture, mesh: Mesh, parallel: ParallelConfig
 ) -> PolicyModel:
     """This rank's stage of the model with its starting weights."""
     settings = policy_config(
-        architecture, mesh, dtype=config.dtype, recompute=config.recompute, sequence_parallel=sequence_parallel
-    )
+        architecture, mesh, dtype=config.dtype, recompute=config.recompute,
+        sequence_parallel=parallel.sequence_parallel, moe_dispatcher=parallel.moe_dispatcher,
+    )  # fmt: skip
     settings.perform_initialization = config.init == "random"
     settings.init_method_std = architecture.initializer_range
     model = build_model(architecture, mesh, settings)
@@ -82,10 +83,11 @@ def load_model(
 
 def build_reference(config: Config, runtime: Runtime) -> PolicyModel:
     """A second, frozen copy of the policy's current weights."""
-    assert runtime.config.parallel.sequence_parallel is not None
+    parallel = runtime.config.parallel
+    assert parallel.sequence_parallel is not None
     settings = policy_config(
         runtime.architecture, runtime.mesh, dtype=config.model.dtype,
-        sequence_parallel=runtime.config.parallel.sequence_parallel,
+        sequence_parallel=parallel.sequence_parallel, moe_dispatcher=parallel.moe_dispatcher,
     )  # fmt: skip
     settings.perform_initialization = False
     reference = build_model(runtime.architecture, runtime.mesh, settings)
