@@ -121,10 +121,12 @@ def _expert_problems(
     tp, ep = parallel.tp, parallel.ep
     if shape.num_experts == 0:
         asked = {"ep": ep, "etp": parallel.etp if "etp" in parallel.model_fields_set else 1}
+        given: dict[str, int | str] = {key: size for key, size in asked.items() if size is not None and size > 1}
+        if parallel.moe_dispatcher != "dedupe":  # a resolved config names the default
+            given["moe_dispatcher"] = f"'{parallel.moe_dispatcher}'"
         return [
-            f"parallel.{key} is {size} but the model has no experts (num_experts is 0); leave {key} out"
-            for key, size in asked.items()
-            if size is not None and size > 1
+            f"parallel.{key} is {value} but the model has no experts (num_experts is 0); leave {key} out"
+            for key, value in given.items()
         ]
     problems = _indivisible("ep", ep, "num_experts", shape.num_experts)
     ranks = tp * parallel.cp * dp

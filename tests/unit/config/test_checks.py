@@ -155,6 +155,7 @@ def test_batch_must_divide_over_data_parallel_ranks(minimal: str) -> None:
         ({"pp": 4}, 4, "parallel.pp is 4 but the model's num_layers is 30, not a multiple; pp may be 1, 2, 3"),
         ({"ep": 2}, 2, "parallel.ep is 2 but the model has no experts (num_experts is 0); leave ep out"),
         ({"etp": 2}, 2, "parallel.etp is 2 but the model has no experts"),
+        ({"moe_dispatcher": "megatron"}, 2, "parallel.moe_dispatcher is 'megatron' but the model has no experts"),
         ({"sequence_parallel": True}, 1, "parallel.sequence_parallel is true but parallel.tp is 1"),
     ],
 )
