@@ -260,8 +260,9 @@ def _describe_out_of_memory(error: BaseException) -> str:
     return (
         f"out of memory{f': {asked[1]} more were asked for' if asked else ''}; lower "
         "parallel.max_tokens_per_micro_batch (training), rollout.max_batch_rows (sampling) or "
-        "inference.max_tokens_per_batch (reference), set model.recompute=full, choose a smaller model, or split it "
-        "with parallel.tp or parallel.pp; `grpo-mc train CONFIG --dry-run` estimates what a run needs"
+        "inference.max_tokens_per_batch (reference), set model.recompute=full and model.logprobs=streamed, choose a "
+        "smaller model, or split it with parallel.tp or parallel.pp; `grpo-mc train CONFIG "
+        "--dry-run` estimates what a run needs"
     )
 
 

@@ -25,3 +25,7 @@ class ModelConfig(Section):
     """"random" reads only config.json and draws the weights from run.seed."""
     recompute: Literal["none", "full"] = "none"
     """"full" recomputes every layer's activations in the backward pass: less memory, about a third more compute."""
+    logprobs: Literal["logits", "streamed"] = "logits"
+    """Where the log-probs of scored tokens come from: the "logits" of a whole micro-batch, or logits "streamed" through
+    a buffer of 2,048 vocabulary entries: memory no longer grows with the vocabulary, and the backward pass takes the
+    output layer's product once more."""

@@ -151,8 +151,12 @@ def _identity(policy: Policy) -> dict[str, Any]:
 
 
 def _state_file(policy: Policy, mesh: Mesh, extra: dict[str, Any]) -> bytes:
-    state = {"model": _identity(policy), "mesh": mesh.describe(), "optimizer": host_state(policy.optimizer)}
-    state["compression"] = _compression(policy, mesh)
+    state = {
+        "model": _identity(policy),
+        "mesh": mesh.describe(),
+        "optimizer": host_state(policy.optimizer),
+        "compression": _compression(policy, mesh),
+    }
     try:
         return json.dumps({**state, "extra": extra}, indent=1).encode()
     except TypeError as error:

@@ -63,6 +63,8 @@ class AttentionLayout(PackedSeqParams):
     """[T] int64, the position of each token in its own sequence."""
     scored_rows: Tensor | None = None
     """[S] int64, rows whose hidden states go through the output layer; None = all."""
+    returns_hidden: bool = False
+    """The model stops before its output layer and returns the hidden states of scored_rows."""
     _cos_sin: tuple[Tensor, Tensor] | None = None
 
     def cos_sin(self, inverse_frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

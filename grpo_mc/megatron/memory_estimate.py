@@ -5,7 +5,7 @@
     optimizer    two float32 moments, plus float32 master weights under bf16; split over dp (distributed optimizer)
     reference    a second copy of the parameters when the KL asks for one
     activations  what a backward pass keeps for one micro-batch, times the micro-batches in flight (1F1B: up to pp)
-    logits       [scored tokens, V / tp] float32, and its gradient
+    logits       [scored tokens, V / tp] float32, and its gradient; streamed, one chunk of the vocabulary
     KV cache     keys and values of the responses decoded at once and of one prompt for each group
 
 Training and sampling take turns, so the peak is static + max(activations + logits, KV cache + one row of logits for
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from grpo_mc.config import Config
+from grpo_mc.ops.linear_logprobs import CHUNK_COLUMNS
 
 RUNTIME_BYTES = 450_000_000
 """Resident size of a process that has imported torch (CPU build), Megatron-Core and transformers, and built nothing."""
@@ -67,6 +68,8 @@ class Layout:
     recompute: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
     has_reference: bool = False
+    streamed_logprobs: bool = False
+    """Log-probs from a chunk of the vocabulary at a time."""
     max_tokens_per_micro_batch: int = 1024
     num_prompts: int = 0
     """Groups a step."""
@@ -85,6 +88,7 @@ def run_layout(config: Config) -> Layout:
         dtype=config.model.dtype,
         sequence_parallel=bool(p.sequence_parallel),
         recompute=config.model.recompute == "full",
+        streamed_logprobs=config.model.logprobs == "streamed",
         has_reference=config.algorithm.beta > 0,
         max_tokens_per_micro_batch=p.max_tokens_per_micro_batch,
         num_prompts=config.data.prompts_per_step,
@@ -156,7 +160,7 @@ def estimate_memory(arch: Architecture, layout: Layout) -> MemoryEstimate:
         optimizer=optimizer,
         reference=item * (dense + expert) if layout.has_reference else 0,
         activations=_activation_bytes(arch, layout, tokens, item) * min(layout.pp, max(1, _micro_batches(layout))),
-        logits=2 * 4 * vocab * _scored_tokens(layout),
+        logits=4 * (min(vocab, CHUNK_COLUMNS) if layout.streamed_logprobs else 2 * vocab) * _scored_tokens(layout),
         kv_cache=_kv_cache_bytes(arch, layout, rows, item),
         decode_logits=4 * vocab * rows,
     )

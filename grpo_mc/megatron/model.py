@@ -1,7 +1,8 @@
 """The policy model: Megatron-Core's GPTModel with our layer spec, for the architectures of hf_config.
 
 `PolicyModel` differs from GPTModel in one place: the output layer sees only the rows that a layout names
-(`scored_rows`), so that logits exist where a response token is scored and nowhere else.
+(`scored_rows`), so that logits exist where a response token is scored and nowhere else. A layout may also ask for
+those rows themselves (`returns_hidden`), for log-probs that are streamed over the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class PolicyConfig(TransformerConfig):
     """See layout.rope_inverse_frequencies."""
     moe_dispatcher: str = "dedupe"
     """See ParallelConfig.moe_dispatcher."""
+    logprobs: str = "logits"
+    """See ModelConfig.logprobs."""
 
 
 class PolicyModel(GPTModel):
@@ -46,7 +49,7 @@ class PolicyModel(GPTModel):
     def _postprocess(  # type: ignore[override]
         self, hidden_states: Tensor, *args: Any, packed_seq_params: AttentionLayout, **kwargs: Any
     ) -> Tensor:
-        """hidden_states [T, 1, H] -> itself, or on the last stage logits [S, padded vocabulary / tp]."""
+        """hidden_states [T, 1, H] -> itself; on the last stage logits [S, padded vocabulary / tp], or rows [S, H]."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -54,9 +57,18 @@ class PolicyModel(GPTModel):
         rows = packed_seq_params.scored_rows
         if rows is not None:
             hidden_states = hidden_states[rows]
+        if packed_seq_params.returns_hidden:
+            return hidden_states[:, 0]
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(hidden_states, weight=weight)
         return logits[:, 0]
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output layer's weight [padded vocabulary / tp, H] on the last stage."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
     @property
     def vocab_shard(self) -> tuple[int, int]:
@@ -73,7 +85,7 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 def policy_config(
     architecture: ModelArchitecture, mesh: Mesh, *, dtype: str = "fp32", recompute: str = "none",
-    sequence_parallel: bool | None = None, moe_dispatcher: str = "dedupe",
+    sequence_parallel: bool | None = None, moe_dispatcher: str = "dedupe", logprobs: str = "logits",
 ) -> PolicyConfig:  # fmt: skip
     """Megatron-Core's configuration of an architecture on a mesh.
 
@@ -82,6 +94,7 @@ def policy_config(
         recompute: "none", or "full": each layer's activations are computed again in the backward pass.
         sequence_parallel: None = where Megatron-Core needs it (mixture of experts with tp > 1).
         moe_dispatcher: "dedupe", "dedupe_fp8" or "megatron"; see ParallelConfig.moe_dispatcher.
+        logprobs: "logits" or "streamed"; see ModelConfig.logprobs.
     """
     moe: dict[str, Any] = {}
     if architecture.num_experts:
@@ -106,7 +119,8 @@ def policy_config(
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
         masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", calculate_per_token_loss=True,
-        rope_theta=architecture.rope_theta, rope_scaling=architecture.rope_scaling, moe_dispatcher=moe_dispatcher,
+        rope_theta=architecture.rope_theta, rope_scaling=architecture.rope_scaling,
+        moe_dispatcher=moe_dispatcher, logprobs=logprobs,
         **moe, **(full if recompute == "full" else {}),
     )  # fmt: skip
 

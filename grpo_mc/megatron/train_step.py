@@ -7,6 +7,7 @@ global denominators: the loss of a batch is the plain sum over micro-batches and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,35 +23,38 @@ from grpo_mc.algorithms.loss import grpo_loss
 from grpo_mc.algorithms.metrics import add_sums
 from grpo_mc.config import AlgorithmConfig, OptimizerConfig
 from grpo_mc.megatron import grad_compression
-from grpo_mc.megatron.logprobs import vocab_parallel_logprobs
+from grpo_mc.megatron.logprobs import streamed_logprobs, vocab_parallel_logprobs
 from grpo_mc.megatron.mesh import Mesh
 from grpo_mc.megatron.micro_batch import MicroBatch
 from grpo_mc.megatron.model import PolicyModel
 from grpo_mc.megatron.optimizer import build_optimizer, optimizer_step, wrap_ddp
 
 
-def score(model: PolicyModel, logits: Tensor, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [S] of a micro-batch's scored tokens from this rank's logits."""
-    start, _ = model.vocab_shard
-    return vocab_parallel_logprobs(
-        logits, micro_batch.targets, vocab_start=start, vocab_size=model.architecture.vocab_size,
-        temperature=temperature, group=model.pg_collection.tp,
+def score(model: PolicyModel, out: Tensor, micro_batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [S] of a micro-batch's scored tokens from this rank's logits, or from hidden states."""
+    shard: dict[str, Any] = dict(
+        vocab_start=model.vocab_shard[0], vocab_size=model.architecture.vocab_size, temperature=temperature,
+        group=model.pg_collection.tp,
     )  # fmt: skip
+    if model.config.logprobs == "streamed":
+        return streamed_logprobs(out, model.output_weight, micro_batch.targets, **shard)
+    return vocab_parallel_logprobs(out, micro_batch.targets, **shard)
 
 
 def _run_schedule(
     model: Any, policy: PolicyModel, micro_batches: Sequence[MicroBatch],
-    on_logits: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool,
+    on_output: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool,
 ) -> list[Any]:  # fmt: skip
-    """Megatron-Core's schedule over the micro-batches; `on_logits` runs on the last stage. Returns what it collects."""
+    """Megatron-Core's schedule over the micro-batches; `on_output` runs on the last stage. Returns what it collects."""
 
     def forward_step(batches: Iterator[MicroBatch], stage: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
-        out = stage(batch.tokens[None], None, None, packed_seq_params=batch.layout)
+        layout = replace(batch.layout, returns_hidden=policy.config.logprobs == "streamed")
+        out = stage(batch.tokens[None], None, None, packed_seq_params=layout)
         return out, partial(_collect, batch)
 
     def _collect(batch: MicroBatch, out: Tensor, non_loss_data: bool = False) -> Any:
-        return on_logits(out, batch)
+        return on_output(out, batch)
 
     longest = max(len(batch.tokens) for batch in micro_batches)
     collected: list[Any] = get_forward_backward_func()(
@@ -150,12 +154,12 @@ class Policy:
             self.compression.undo()
         return changed, norm
 
-    def _loss(self, denominators: Denominators, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
+    def _loss(self, denominators: Denominators, out: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         assert batch.loss is not None
-        logprobs, entropy = score(self.model, logits, batch, self.temperature)
+        logprobs, entropy = score(self.model, out, batch, self.temperature)
         result = grpo_loss(logprobs, entropy, batch.loss, self.algorithm, denominators)
         # With calculate_per_token_loss Megatron-Core neither divides by micro-batches nor averages over ranks.
-        no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
+        no_tokens = torch.zeros((), dtype=torch.int, device=out.device)
         return result.loss, no_tokens, {"loss": result.loss.detach().clone(), **result.metrics}
 
     def _sum_over_ranks(self, sums: dict[str, float]) -> dict[str, float]:

@@ -56,12 +56,35 @@ def on_shard(logits: Tensor, targets: Tensor, temperature: float, weights: Tenso
     return [logprobs.detach(), entropy.detach(), leaf.grad]
 
 
+def streamed_on_shard(
+    logits: Tensor, targets: Tensor, temperature: float, weights: Tensor, padding: float
+) -> list[Tensor]:
+    """(logprobs, entropy, gradient of hidden, of this rank's real rows of weight): weight is the unit matrix."""
+    import torch.distributed as dist
+
+    from grpo_mc.megatron.logprobs import streamed_logprobs
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    vocab = logits.shape[1]
+    width = -(-vocab // ranks)
+    padded = torch.full((width * ranks, vocab), padding, dtype=logits.dtype)
+    padded[:vocab] = torch.eye(vocab, dtype=logits.dtype)
+    hidden, weight = logits.clone().requires_grad_(), padded[rank * width : (rank + 1) * width].requires_grad_()
+    logprobs, entropy = streamed_logprobs(
+        hidden, weight, targets, vocab_start=rank * width, vocab_size=vocab, temperature=temperature,
+        group=dist.group.WORLD,
+    )  # fmt: skip
+    grads = torch.autograd.grad((logprobs * weights[0] + entropy * weights[1]).sum(), [hidden, weight])
+    return [logprobs.detach(), entropy.detach(), *grads]
+
+
 def rank_main() -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, padding in H19_LOGITS.items():
         found[name] = on_shard(torch.zeros(2, 5), torch.tensor([0, 4]), 1.0, torch.ones(2, 2), padding)
     for case, (_, _, temperature, _, _) in enumerate(RANDOM):
         found[case] = on_shard(*whole(case)[:2], temperature, whole(case)[2], 50.0)
+        found["streamed", case] = streamed_on_shard(*whole(case)[:2], temperature, whole(case)[2], math.nan)
     return found
 
 
@@ -84,18 +107,43 @@ def test_padded_columns_do_not_count(padding: str, ranks: list[dict[Any, Any]]) 
     assert not both[:, 5:].any()
 
 
-@pytest.mark.parametrize("case", range(len(RANDOM)), ids=[f"{c[0]}x{c[1]}-{str(c[3])[6:]}-{c[4]:g}" for c in RANDOM])
-def test_shards_give_what_the_whole_vocabulary_gives(case: int, ranks: list[dict[Any, Any]]) -> None:
+def expected_of(case: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprobs, entropy, gradient of the logits [S, V]) in float64."""
     logits, targets, weights = whole(case)
-    _, vocab, temperature, dtype, _ = RANDOM[case]
     exact = logits.double().requires_grad_()
-    logp = (exact / temperature).log_softmax(-1)
+    logp = (exact / RANDOM[case][2]).log_softmax(-1)
     logprobs, entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).nan_to_num().sum(-1)
     (gradient,) = torch.autograd.grad((logprobs * weights[0] + entropy * weights[1]).sum(), exact)
+    return logprobs.detach(), entropy.detach(), gradient
+
+
+by_case = pytest.mark.parametrize(
+    "case", range(len(RANDOM)), ids=[f"{c[0]}x{c[1]}-{str(c[3])[6:]}-{c[4]:g}" for c in RANDOM]
+)
+
+
+@by_case
+def test_streamed_over_shards_gives_what_the_whole_vocabulary_gives(case: int, ranks: list[dict[Any, Any]]) -> None:
+    """The padding rows of the weight are NaN, and count for nothing."""
+    logprobs, entropy, gradient = expected_of(case)
+    logits, tolerance = whole(case)[0], 5e-3 if RANDOM[case][3] == torch.bfloat16 else 1e-5
+    for found in ranks:
+        assert_close(found["streamed", case][0], logprobs, 1e-6, "log-probs")
+        assert_close(found["streamed", case][1], entropy, 1e-5, "entropy")
+        assert_close(found["streamed", case][2].float(), gradient.float(), tolerance, "gradient of hidden")
+    rows = torch.cat([found["streamed", case][3] for found in ranks])
+    assert_close(rows[: RANDOM[case][1]].float(), (gradient.T @ logits.double()).float(), tolerance, "of weight")
+    assert not rows[RANDOM[case][1] :].any()
+
+
+@by_case
+def test_shards_give_what_the_whole_vocabulary_gives(case: int, ranks: list[dict[Any, Any]]) -> None:
+    _, vocab, _, dtype, _ = RANDOM[case]
+    logprobs, entropy, gradient = expected_of(case)
     for found in ranks:
         assert found[case][0].dtype == found[case][1].dtype == torch.float32
-        assert_close(found[case][0], logprobs.detach(), 1e-6, "log-probs")
-        assert_close(found[case][1], entropy.detach(), 1e-5, "entropy")
+        assert_close(found[case][0], logprobs, 1e-6, "log-probs")
+        assert_close(found[case][1], entropy, 1e-5, "entropy")
     assert torch.equal(ranks[0][case][0], ranks[1][case][0]), "the ranks must agree to the last bit"
     both = torch.cat([found[case][2] for found in ranks], 1)
     assert both.dtype == dtype

@@ -80,6 +80,9 @@ def test_activations_and_logits_by_hand() -> None:
     # Per token and layer: 4*8 hidden, q k v twice 2*(8+4+4), attention output 8, MLP 3*16.
     assert estimate.activations == 4 * 100 * 4 * (32 + 32 + 8 + 48)
     assert estimate.logits == 2 * 4 * 10 * (2 * 4 * 3)
+    streamed = replace(layout, streamed_logprobs=True)
+    assert estimate_memory(architecture(), streamed).logits == 4 * 10 * (2 * 4 * 3)
+    assert estimate_memory(architecture(vocab_size=10_000), streamed).logits == 4 * 2048 * (2 * 4 * 3)
     # 8 responses of 3 tokens and 2 prompts of 5, keys and values of 2 heads of 2 in 4 layers.
     assert estimate.kv_cache == 2 * 4 * 4 * 4 * (8 * 3 + 2 * 5)
     assert estimate.decode_logits == 4 * 10 * 8

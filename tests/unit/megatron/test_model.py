@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_mc.config import AlgorithmConfig
 from grpo_mc.data.micro_batches import GroupPart
@@ -124,6 +125,43 @@ def test_recompute_changes_no_gradient(mesh: Any, tiny_model: Callable[..., Path
             found.append(gradients_of(policy, mesh))
         for name, gradient in found[0].items():
             assert torch.equal(gradient, found[1][name]), f"{family} {name}"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # tied and untied output weights
+def test_streamed_logprobs_train_as_logits_do(family: str, mesh: Any, tiny_model: Callable[..., Path]) -> None:
+    algorithm = AlgorithmConfig(aggregation="token_mean", entropy_coef=0.01)
+    groups = make_groups([(5, [4, 0, 9]), (2, [3, 3])], 264)
+    plan = [(GroupPart(0, (0, 1, 2)),), (GroupPart(1, (0, 1)),)]
+    losses, gradients = [], []
+    for logprobs in ("logits", "streamed"):
+        policy = make_policy(tiny_model(family), mesh, algorithm, logprobs=logprobs, temperature=0.7)
+        batches = make_batches(groups, plan, algorithm, mesh)
+        losses.append(policy.backward(batches, denominators_of(batches))["loss"])
+        gradients.append(gradients_of(policy, mesh))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for name, gradient in gradients[0].items():
+        assert_close(gradients[1][name], gradient, 2e-5, name)
+
+
+def test_streamed_logprobs_hold_no_logits(mesh: Any, tiny_model: Callable[..., Path]) -> None:
+    """The largest tensor of a step is no longer [S, V]."""
+    sizes: dict[str, int] = {}
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and len(tensor) == 600:
+                    sizes[logprobs] = max(sizes.get(logprobs, 0), tensor.numel())
+            return out
+
+    algorithm = AlgorithmConfig()
+    for logprobs in ("logits", "streamed"):
+        policy = make_policy(tiny_model("llama", vocab_size=5000), mesh, algorithm, logprobs=logprobs)
+        batches = make_batches(make_groups([(5, [300, 300])], 264), [(GroupPart(0, (0, 1)),)], algorithm, mesh)
+        with Largest():
+            policy.backward(batches, denominators_of(batches))
+    assert sizes["logits"] == 600 * 5000 and sizes["streamed"] <= 600 * 2048
 
 
 def test_bf16_trains_near_float32(mesh: Any, tiny_model: Callable[..., Path]) -> None:
