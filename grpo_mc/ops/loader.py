@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
+SOURCES = FOLDER.parents[1] / "csrc"
+"""The sources of an editable installation; an installed package has none."""
 LIBRARY = FOLDER / "_C.abi3.so"
 CUDA_LIBRARY = FOLDER / "_cuda.so"
 BUILD_COMMAND = "pip install --no-build-isolation -e .   (in the grpo_mc checkout, with the torch you run)"
@@ -43,9 +45,16 @@ def check_version(built: str, running: str) -> None:
         )
 
 
+def newer_source(library: Path, sources: Path) -> Path | None:
+    """The newest file under `sources` if it is newer than `library`: a checkout that moved on since it was built."""
+    files = [path for path in sources.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]
+    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
+    return newest if newest is not None and newest.stat().st_mtime > library.stat().st_mtime else None
+
+
 @cache
 def load() -> None:
-    """Load the CPU library, and the CUDA one where it was built.
+    """Load the CPU library, and the CUDA one where it was built. Warns when a checkout's sources are newer.
 
     Raises:
         OperatorsMissing: the CPU library is absent, built against another torch, or does not load.
@@ -53,6 +62,9 @@ def load() -> None:
     if not LIBRARY.exists():
         raise OperatorsMissing(f"grpo_mc.ops: the compiled operators are not built ({LIBRARY}); run: {BUILD_COMMAND}")
     check_version(built_torch(LIBRARY), torch.__version__)
+    newer = newer_source(LIBRARY, SOURCES)
+    if newer is not None:
+        warnings.warn(f"grpo_mc.ops: {newer} is newer than the compiled operators; run: {BUILD_COMMAND}", stacklevel=2)
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:

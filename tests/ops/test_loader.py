@@ -68,3 +68,17 @@ def test_unknown_instruction_set_is_a_value_error() -> None:
     result = run_python("from grpo_mc import ops; ops.info()", GRPO_MC_CPU_ISA="avx512")
     assert result.returncode != 0
     assert "GRPO_MC_CPU_ISA is 'avx512'; set it to auto, generic or avx2" in result.stderr
+
+
+def test_sources_newer_than_the_library_are_found(tmp_path: Path) -> None:
+    library, sources = tmp_path / "_C.abi3.so", tmp_path / "csrc"
+    (sources / "cpu").mkdir(parents=True)
+    for place, name in enumerate(("cpu/old.cpp", "new.h", "notes.txt")):
+        (sources / name).touch()
+        os.utime(sources / name, (1000 + place, 1000 + place))
+    library.touch()
+    os.utime(library, (1001, 1001))
+    assert loader.newer_source(library, sources) is None
+    os.utime(library, (1000, 1000))
+    assert loader.newer_source(library, sources) == sources / "new.h"
+    assert loader.newer_source(library, tmp_path / "absent") is None
