@@ -1,7 +1,8 @@
 """How much memory a run needs on one rank, before it is started: a sum of what is allocated, from sizes alone.
 
     parameters   the fullest pipeline stage's share, in the compute dtype
-    gradients    float32, one for each parameter (Megatron's DDP buffer)
+    gradients    float32, one for each parameter (Megatron's DDP buffer); with compression also what is left over, kept
+                 twice, and the messages both ways, for the parts of the other data-parallel ranks
     optimizer    two float32 moments, plus float32 master weights under bf16; split over dp (distributed optimizer)
     reference    a second copy of the parameters when the KL asks for one
     activations  what a backward pass keeps for one micro-batch, times the micro-batches in flight (1F1B: up to pp)
@@ -64,6 +65,8 @@ class Layout:
     dp: int = 1
     dtype: str = "fp32"
     """"fp32" or "bf16"."""
+    grad_compression: str = "none"
+    """"none", "int8" or "int4"."""
     sequence_parallel: bool = False
     recompute: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
@@ -86,6 +89,7 @@ def run_layout(config: Config) -> Layout:
     return Layout(
         tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp or 1, cp=p.cp, dp=p.dp or 1,
         dtype=config.model.dtype,
+        grad_compression=p.grad_compression,
         sequence_parallel=bool(p.sequence_parallel),
         recompute=config.model.recompute == "full",
         streamed_logprobs=config.model.logprobs == "streamed",
@@ -156,7 +160,7 @@ def estimate_memory(arch: Architecture, layout: Layout) -> MemoryEstimate:
     rows = _decoded_rows(layout)
     return MemoryEstimate(
         parameters=item * (dense + expert),
-        gradients=4 * (dense + expert),
+        gradients=_gradient_bytes(layout, dense, layout.dp * layout.cp) + _gradient_bytes(layout, expert, expert_dp),
         optimizer=optimizer,
         reference=item * (dense + expert) if layout.has_reference else 0,
         activations=_activation_bytes(arch, layout, tokens, item) * min(layout.pp, max(1, _micro_batches(layout))),
@@ -164,6 +168,14 @@ def estimate_memory(arch: Architecture, layout: Layout) -> MemoryEstimate:
         kv_cache=_kv_cache_bytes(arch, layout, rows, item),
         decode_logits=4 * vocab * rows,
     )
+
+
+def _gradient_bytes(layout: Layout, parameters: int, ranks: int) -> int:
+    """The buffer, and what compression between so many ranks adds to it."""
+    if layout.grad_compression == "none":
+        return 4 * parameters
+    bits = int(layout.grad_compression.removeprefix("int"))
+    return 4 * parameters + (16 + 2 * bits) * parameters * (ranks - 1) // ranks // 8
 
 
 def _attention(arch: Architecture) -> int:

@@ -21,9 +21,9 @@ def torch_quantize(x: Tensor, error_codes: Tensor, error_scale: Tensor) -> tuple
     return q.to(torch.int8), scale
 
 
-def cases() -> Iterator[Case]:
+def cases(device: str = "cpu") -> Iterator[Case]:
     """Rows: against eager and compiled torch."""
-    x = torch.randn(ENTRIES, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(ENTRIES, generator=torch.Generator(device).manual_seed(0), device=device)
     error, few = int4_error(x, block=BLOCK), x[: 1 << 16]
 
     def wrong(_: tuple[Tensor, Tensor]) -> float:
@@ -39,6 +39,7 @@ def cases() -> Iterator[Case]:
     for name, baseline in baselines.items():
         yield Case(
             op="quantize_int8",
+            device=device,
             shape={"n": ENTRIES, "block": BLOCK},
             dtype="float32",
             baseline_name=name,

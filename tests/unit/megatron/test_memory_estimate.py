@@ -52,6 +52,18 @@ def test_bf16_halves_parameters_and_adds_master_weights() -> None:
     assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (2 * held, 4 * held, 12 * held)
 
 
+def test_compressed_gradients_keep_what_is_left_over() -> None:
+    """Of the other rank's half: 2 bytes of what is left over, and a message of 4 bits each way."""
+    held = 80 + 4 * LAYER
+    sizes = {
+        (dp, kind): estimate_memory(architecture(), Layout(dp=dp, grad_compression=kind)).gradients
+        for dp in (1, 2)
+        for kind in ("none", "int4", "int8")
+    }
+    assert sizes[2, "none"] == sizes[1, "none"] == sizes[1, "int4"] == sizes[1, "int8"] == 4 * held
+    assert sizes[2, "int4"] == 4 * held + 3 * held // 2 and sizes[2, "int8"] == 4 * held + 4 * held // 2
+
+
 def test_data_parallel_ranks_share_the_optimizer_only() -> None:
     one, two = (estimate_memory(architecture(), Layout(dp=dp)) for dp in (1, 2))
     assert two.parameters == one.parameters and two.gradients == one.gradients
