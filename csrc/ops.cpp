@@ -31,14 +31,24 @@ TORCH_LIBRARY(grpo_mc, m) {
 
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
 
-  // Codes [M, K] e4m3 and one float32 scale for each tile; the rules are in common/fp8.h.
-  m.def("quantize_fp8(Tensor x, int tile_rows, int tile_columns, bool power_of_two) -> (Tensor codes, Tensor scale)");
-  m.def("dequantize_fp8(Tensor codes, Tensor scale, int tile_rows, int tile_columns, ScalarType dtype) -> Tensor");
+  // Codes [M, K] e4m3 and one float32 scale for each tile; the rules are in common/fp8.h. With offsets [E + 1] tiles of
+  // 128 x 1 start again at each expert's first row.
+  m.def(
+      "quantize_fp8(Tensor x, int tile_rows, int tile_columns, bool power_of_two, Tensor? offsets=None) "
+      "-> (Tensor codes, Tensor scale)");
+  m.def(
+      "dequantize_fp8(Tensor codes, Tensor scale, int tile_rows, int tile_columns, ScalarType dtype, "
+      "Tensor? offsets=None) -> Tensor");
   // out [M, N] (+)= a [M, K] times b [N, K] transposed, both dequantised.
   m.def("fp8_gemm_(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool accumulate) -> ()");
   // The same for experts: rows offsets[e] to offsets[e + 1] of a meet b [E, N, K] at e.
   m.def(
       "fp8_grouped_gemm_(Tensor(a!) out, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offsets, "
+      "bool accumulate) -> ()");
+
+  // out[e] [N, K] (+)= rows offsets[e] to offsets[e + 1] of grad [M, N] transposed times those of x [M, K].
+  m.def(
+      "fp8_grouped_wgrad_(Tensor(a!)[] out, Tensor grad, Tensor grad_scale, Tensor x, Tensor x_scale, Tensor offsets, "
       "bool accumulate) -> ()");
 
   // row_map [T, K]: the row of each token's choice, -1 without one; offsets [E + 1]: the rows of each expert.

@@ -59,12 +59,12 @@ struct RowLinear {
 constexpr int64_t kRowLinearStretch = 768;  // entries summed before the lanes are added up
 constexpr int64_t kRowLinearGroup = 16;     // columns written at once: a cache line of every output row
 
-// x [rows, columns] to codes [rows, columns] and a scale for each tile of tile_rows x tile_columns entries, row by row.
+// x [rows, columns] to codes [rows, columns] and a row of scales: rows that share tiles, of tile_columns entries each.
 struct Fp8Quantize {
   const void* x;
   uint8_t* codes;
   float* scales;
-  int64_t rows, columns, x_stride, tile_rows, tile_columns;
+  int64_t rows, columns, x_stride, tile_columns;
   Element dtype;
   bool power_of_two;
 };
@@ -73,23 +73,32 @@ struct Fp8Dequantize {
   const uint8_t* codes;
   const float* scales;
   void* out;
-  int64_t rows, columns, code_stride, tile_rows, tile_columns;
+  int64_t rows, columns, code_stride, tile_columns;
   Element dtype;
 };
 
-// a [rows, depth] times b [columns, depth] transposed. A scale covers kFp8Block entries along the depth; of b it covers
-// b_scale_rows rows too. Strides are in elements; a row's entries are adjacent, and so are a row's scales.
+// An operand [rows, depth] of a product. `stride` is between rows whose entries are adjacent; or, `by_depth`, between places
+// of the depth at which the rows' entries are adjacent. A scale covers kFp8Block entries along the depth, and one row or,
+// `square`, kFp8Block rows; scale_stride is from such a row of scales to the next.
+struct Fp8Operand {
+  const uint8_t* codes;
+  const float* scale;
+  int64_t stride, scale_stride, scale_block_stride;
+  bool by_depth, square;
+};
+
+// a [rows, depth] times b [columns, depth] transposed.
 struct Fp8Gemm {
-  const uint8_t *a, *b;
-  const float *a_scale, *b_scale;
+  Fp8Operand a, b;
   void* out;  // float, or bfloat16
-  int64_t rows, columns, depth, a_stride, b_stride, out_stride, b_scale_rows;
+  int64_t rows, columns, depth, out_stride;
+  int64_t group_columns;  // of one call's unit of work, a multiple of kFp8StripColumns
   Element dtype;
-  bool accumulate;  // add to what `out` holds
+  bool accumulate;        // add to what `out` holds
 };
 
 constexpr int64_t kFp8PanelRows = 6;      // rows of a packed panel of a
-constexpr int64_t kFp8GroupColumns = 32;  // columns of one call's unit of work
+constexpr int64_t kFp8StripColumns = 32;  // columns of b that are decoded together
 constexpr int64_t kFp8FewRows = 8;        // up to so many rows b is not packed
 
 // One token's output: the sum over its k experts of prob * row, rows of index -1 left out, in the order of k.

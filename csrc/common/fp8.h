@@ -18,6 +18,14 @@ constexpr float kLowestScale = 0x1p-126f;  // the smallest normal float32
 // Tiles along a quantised axis; the last may be smaller.
 GRPO_MC_HD int64_t fp8_blocks(int64_t size) { return (size + kFp8Block - 1) / kFp8Block; }
 
+// Rows of several experts in one matrix, quantised along the rows: tiles start again at each expert's first row, `offset`.
+// Its tiles stand in the scales from row fp8_first_tile on. Between one expert's and the next's there may be a row or more
+// without a tile, and in exchange no row depends on how many rows the experts before it have rounded up to.
+GRPO_MC_HD int64_t fp8_first_tile(int64_t offset, int64_t expert) { return offset / kFp8Block + expert; }
+
+// Rows of the scales of `rows` rows of `experts` experts.
+GRPO_MC_HD int64_t fp8_expert_tiles(int64_t rows, int64_t experts) { return rows / kFp8Block + experts; }
+
 GRPO_MC_HD uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));

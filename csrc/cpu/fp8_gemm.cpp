@@ -13,7 +13,7 @@
 namespace grpo_mc::GRPO_MC_ISA {
 namespace {
 
-constexpr int64_t kPanelRows = kFp8PanelRows, kPanelColumns = 16, kPanels = kFp8GroupColumns / kPanelColumns;
+constexpr int64_t kPanelRows = kFp8PanelRows, kPanelColumns = 16, kStripPanels = kFp8StripColumns / kPanelColumns;
 constexpr int64_t kPanelFloats = kFp8Block * kPanelColumns, kTileFloats = kPanelRows * kPanelColumns;
 
 // Up to eight codes from p; the others are zeros.
@@ -55,18 +55,51 @@ GRPO_MC_INLINE void transpose8(F8* rows) {
 }
 #endif
 
-// Columns of b [valid, length] codes as panel [length, kPanelColumns] floats; columns past `valid` are zeros.
-void pack_columns(const uint8_t* b, int64_t stride, int64_t valid, int64_t length, float* panel) {
+GRPO_MC_INLINE float scale_at(const Fp8Operand& x, int64_t row, int64_t block) {
+  return x.scale[(x.square ? row / kFp8Block : row) * x.scale_stride + block * x.scale_block_stride];
+}
+
+// Columns [first, first + valid) of b at depth [start, start + length) as panel [length, kPanelColumns] floats; columns
+// past `valid` are zeros.
+void pack_columns(const Fp8Operand& b, int64_t first, int64_t valid, int64_t start, int64_t length, float* panel) {
+  if (b.by_depth) {
+    const uint8_t* codes = b.codes + start * b.stride + first;
+    for (int64_t k = 0; k < length; ++k, codes += b.stride)
+      for (int64_t half = 0; half < kPanelColumns; half += kLanes)
+        store8(panel + k * kPanelColumns + half, half < valid ? decode_part(codes + half, valid - half) : splat(0.0f));
+    return;
+  }
+  const uint8_t* codes = b.codes + first * b.stride + start;
   for (int64_t k = 0; k < length; k += kLanes) {
     const int64_t left = std::min(kLanes, length - k);
     for (int64_t half = 0; half < kPanelColumns; half += kLanes) {
       F8 rows[kLanes];
       for (int64_t c = 0; c < kLanes; ++c)
-        rows[c] = half + c < valid ? decode_part(b + (half + c) * stride + k, left) : splat(0.0f);
+        rows[c] = half + c < valid ? decode_part(codes + (half + c) * b.stride + k, left) : splat(0.0f);
       transpose8(rows);
       for (int64_t i = 0; i < left; ++i) store8(panel + (k + i) * kPanelColumns + half, rows[i]);
     }
   }
+}
+
+// Rows [first, first + valid) of a at depth [start, start + length) as panel [length, kPanelRows] floats; rows past
+// `valid` are zeros.
+void pack_rows(const Fp8Operand& a, int64_t first, int64_t valid, int64_t start, int64_t length, float* panel) {
+  if (a.by_depth) {
+    const uint8_t* codes = a.codes + start * a.stride + first;
+    const bool may_read_on = valid == kPanelRows && a.stride >= 2;  // two codes past the panel: there is another place
+    for (int64_t k = 0; k < length; ++k, codes += a.stride) {
+      const F8 x = may_read_on && k + 1 < length ? decode8(codes) : decode_part(codes, valid);
+      for (int64_t r = 0; r < kPanelRows; ++r) panel[k * kPanelRows + r] = x[r];
+    }
+    return;
+  }
+  for (int64_t r = 0; r < kPanelRows; ++r)
+    for (int64_t k = 0; k < length; k += kLanes) {
+      const int64_t left = std::min(kLanes, length - k);
+      const F8 x = r < valid ? decode_part(a.codes + (first + r) * a.stride + start + k, left) : splat(0.0f);
+      for (int64_t i = 0; i < left; ++i) panel[(k + i) * kPanelRows + r] = x[i];
+    }
 }
 
 // sums [6, 16] += (a panel [length, 6] times b panel [length, 16]) * a_scale[row] * b_scale[column].
@@ -102,11 +135,30 @@ void write_out(const Fp8Gemm& p, int64_t row, int64_t column, int64_t count, con
   else write_row(sums, static_cast<uint16_t*>(p.out) + row * p.out_stride + column, count, p.accumulate);
 }
 
+// Sums of all rows and of the columns of one strip, from one block of the depth.
+void multiply_strip(const Fp8Gemm& p, const float* packed, int64_t block, int64_t first, float* b_panels, float* sums) {
+  const int64_t columns = std::min(kFp8StripColumns, p.columns - first), panels = (p.rows + kPanelRows - 1) / kPanelRows;
+  const int64_t start = block * kFp8Block, length = std::min<int64_t>(kFp8Block, p.depth - start);
+  float b_scale[kFp8StripColumns] = {};
+  for (int64_t c = 0; c < columns; ++c) b_scale[c] = scale_at(p.b, first + c, block);
+  for (int64_t h = 0; h < kStripPanels; ++h) {
+    const int64_t valid = std::clamp<int64_t>(columns - h * kPanelColumns, 0, kPanelColumns);
+    pack_columns(p.b, first + h * kPanelColumns, valid, start, length, b_panels + h * kPanelFloats);
+  }
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    const float* a = packed + (block * panels + panel) * kFp8Block * kPanelRows;
+    float a_scale[kPanelRows] = {};
+    const int64_t rows = std::min(kPanelRows, p.rows - panel * kPanelRows);
+    for (int64_t r = 0; r < rows; ++r) a_scale[r] = scale_at(p.a, panel * kPanelRows + r, block);
+    for (int64_t h = 0; h < kStripPanels; ++h)
+      multiply_panels(a, b_panels + h * kPanelFloats, length, a_scale, b_scale + h * kPanelColumns, sums + (panel * kStripPanels + h) * kTileFloats);
+  }
+}
+
 // out[rows] of one column: the decoded rows against one row of codes.
 template <int kRows>
 GRPO_MC_INLINE void few_rows_column(const Fp8Gemm& p, const float* rows, int64_t column, int64_t blocks) {
-  const uint8_t* codes = p.b + column * p.b_stride;
-  const float* b_scale = p.b_scale + column / p.b_scale_rows * blocks;
+  const uint8_t* codes = p.b.codes + column * p.b.stride;
   const int64_t width = blocks * kFp8Block;
   F8 sums[kRows] = {};
   for (int64_t block = 0; block < blocks; ++block) {
@@ -116,7 +168,8 @@ GRPO_MC_INLINE void few_rows_column(const Fp8Gemm& p, const float* rows, int64_t
       const F8 w = decode_part(codes + k, last - k);
       for (int r = 0; r < kRows; ++r) part[r] = fma8(load8(rows + r * width + k), w, part[r]);
     }
-    for (int r = 0; r < kRows; ++r) sums[r] = fma8(part[r], splat(p.a_scale[r * blocks + block] * b_scale[block]), sums[r]);
+    const float b_scale = scale_at(p.b, column, block);
+    for (int r = 0; r < kRows; ++r) sums[r] = fma8(part[r], splat(scale_at(p.a, r, block) * b_scale), sums[r]);
   }
   for (int r = 0; r < kRows; ++r) {
     const float total = sum8(sums[r]);
@@ -127,54 +180,46 @@ GRPO_MC_INLINE void few_rows_column(const Fp8Gemm& p, const float* rows, int64_t
 }  // namespace
 
 // Panel `panel` of a, decoded, as [block of the depth][panel][kFp8Block, 6]; rows past the end are zeros.
-void fp8_pack_panel(const Fp8Gemm& p, int64_t panel, int64_t num_panels, float* packed) {
-  const int64_t first = panel * kPanelRows, rows = std::min(kPanelRows, p.rows - first);
+void fp8_pack_panel(const Fp8Gemm& p, int64_t panel, float* packed) {
+  const int64_t panels = (p.rows + kPanelRows - 1) / kPanelRows, first = panel * kPanelRows, valid = std::min(kPanelRows, p.rows - first);
   for (int64_t block = 0; block < fp8_blocks(p.depth); ++block) {
-    float* out = packed + (block * num_panels + panel) * kFp8Block * kPanelRows;
     const int64_t start = block * kFp8Block, length = std::min<int64_t>(kFp8Block, p.depth - start);
-    for (int64_t r = 0; r < kPanelRows; ++r)
-      for (int64_t k = 0; k < length; k += kLanes) {
-        const int64_t left = std::min(kLanes, length - k);
-        const F8 x = r < rows ? decode_part(p.a + (first + r) * p.a_stride + start + k, left) : splat(0.0f);
-        for (int64_t i = 0; i < left; ++i) out[(k + i) * kPanelRows + r] = x[i];
-      }
+    pack_rows(p.a, first, valid, start, length, packed + (block * panels + panel) * kFp8Block * kPanelRows);
   }
 }
 
-// Columns [group * kFp8GroupColumns, ...) of all rows. scratch: kPanels panels of b, then the sums of every tile.
+// Columns [group * p.group_columns, ...) of all rows. scratch: a strip of kStripPanels panels of b, then the sums of every tile.
 void fp8_gemm_group(const Fp8Gemm& p, const float* packed, int64_t group, float* scratch) {
-  const int64_t first = group * kFp8GroupColumns, columns = std::min(kFp8GroupColumns, p.columns - first);
+  const int64_t first = group * p.group_columns, columns = std::min(p.group_columns, p.columns - first);
   const int64_t panels = (p.rows + kPanelRows - 1) / kPanelRows, blocks = fp8_blocks(p.depth);
-  float *b_panels = scratch, *sums = scratch + kPanels * kPanelFloats;
-  std::fill(sums, sums + panels * kPanels * kTileFloats, 0.0f);
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t start = block * kFp8Block, length = std::min<int64_t>(kFp8Block, p.depth - start);
-    float b_scale[kFp8GroupColumns] = {};
-    for (int64_t c = 0; c < columns; ++c) b_scale[c] = p.b_scale[(first + c) / p.b_scale_rows * blocks + block];
-    for (int64_t h = 0; h < kPanels; ++h) {
-      const int64_t valid = std::clamp<int64_t>(columns - h * kPanelColumns, 0, kPanelColumns);
-      pack_columns(p.b + (first + h * kPanelColumns) * p.b_stride + start, p.b_stride, valid, length, b_panels + h * kPanelFloats);
-    }
-    for (int64_t panel = 0; panel < panels; ++panel) {
-      const float* a = packed + (block * panels + panel) * kFp8Block * kPanelRows;
-      float a_scale[kPanelRows] = {};
-      const int64_t rows = std::min(kPanelRows, p.rows - panel * kPanelRows);
-      for (int64_t r = 0; r < rows; ++r) a_scale[r] = p.a_scale[(panel * kPanelRows + r) * blocks + block];
-      for (int64_t h = 0; h < kPanels; ++h)
-        multiply_panels(a, b_panels + h * kPanelFloats, length, a_scale, b_scale + h * kPanelColumns, sums + (panel * kPanels + h) * kTileFloats);
-    }
-  }
+  const int64_t strips = (columns + kFp8StripColumns - 1) / kFp8StripColumns, strip_floats = panels * kStripPanels * kTileFloats;
+  float *b_panels = scratch, *sums = scratch + kStripPanels * kPanelFloats;
+  std::fill(sums, sums + strips * strip_floats, 0.0f);
+  for (int64_t block = 0; block < blocks; ++block)
+    for (int64_t strip = 0; strip < strips; ++strip)
+      multiply_strip(p, packed, block, first + strip * kFp8StripColumns, b_panels, sums + strip * strip_floats);
   for (int64_t row = 0; row < p.rows; ++row)
-    for (int64_t h = 0; h < kPanels && h * kPanelColumns < columns; ++h) {
-      const float* tile = sums + (row / kPanelRows * kPanels + h) * kTileFloats + row % kPanelRows * kPanelColumns;
-      write_out(p, row, first + h * kPanelColumns, std::min(kPanelColumns, columns - h * kPanelColumns), tile);
+    for (int64_t column = 0; column < columns; column += kPanelColumns) {
+      const int64_t tile = (column / kFp8StripColumns * panels + row / kPanelRows) * kStripPanels + column % kFp8StripColumns / kPanelColumns;
+      write_out(p, row, first + column, std::min(kPanelColumns, columns - column), sums + tile * kTileFloats + row % kPanelRows * kPanelColumns);
     }
 }
 
-// The same for few rows, which come decoded: rows [p.rows, whole blocks of the depth].
+// Row `row` of a, decoded, up to a whole vector.
+void fp8_decode_row(const Fp8Gemm& p, int64_t row, float* decoded) {
+  if (p.a.by_depth) {
+    for (int64_t k = 0; k < p.depth; ++k) decoded[k] = e4m3_to_float(p.a.codes[k * p.a.stride + row]);
+    std::fill(decoded + p.depth, decoded + (p.depth + kLanes - 1) / kLanes * kLanes, 0.0f);
+    return;
+  }
+  const uint8_t* codes = p.a.codes + row * p.a.stride;
+  for (int64_t k = 0; k < p.depth; k += kLanes) store8(decoded + k, decode_part(codes + k, p.depth - k));
+}
+
+// The same for few rows, which come decoded: rows [p.rows, whole blocks of the depth]. A row of b has adjacent entries.
 void fp8_few_rows_group(const Fp8Gemm& p, const float* rows, int64_t group) {
-  const int64_t blocks = fp8_blocks(p.depth), last = std::min((group + 1) * kFp8GroupColumns, p.columns);
-  for (int64_t column = group * kFp8GroupColumns; column < last; ++column) {
+  const int64_t blocks = fp8_blocks(p.depth), last = std::min((group + 1) * p.group_columns, p.columns);
+  for (int64_t column = group * p.group_columns; column < last; ++column) {
     switch (p.rows) {
       case 1: few_rows_column<1>(p, rows, column, blocks); break;
       case 2: few_rows_column<2>(p, rows, column, blocks); break;

@@ -58,32 +58,28 @@ GRPO_MC_INLINE void quantize_columns(const T* x, int64_t x_stride, uint8_t* code
 }
 
 template <typename T>
-void quantize_band(const Fp8Quantize& p, int64_t band) {
-  const int64_t first = band * p.tile_rows, rows = std::min(p.tile_rows, p.rows - first);
-  const T* x = static_cast<const T*>(p.x) + first * p.x_stride;
-  uint8_t* codes = p.codes + first * p.columns;
-  float* scales = p.scales + band * ((p.columns + p.tile_columns - 1) / p.tile_columns);
+void quantize_band(const Fp8Quantize& p) {
+  const T* x = static_cast<const T*>(p.x);
   if (p.tile_columns == 1) {
-    quantize_columns(x, p.x_stride, codes, p.columns, scales, rows, p.columns, p.power_of_two);
+    quantize_columns(x, p.x_stride, p.codes, p.columns, p.scales, p.rows, p.columns, p.power_of_two);
     return;
   }
+  float* scales = p.scales;
   for (int64_t k = 0; k < p.columns; k += kFp8Block) {
     const int64_t length = std::min<int64_t>(kFp8Block, p.columns - k);
-    *scales++ = quantize_block(x + k, p.x_stride, codes + k, p.columns, rows, length, p.power_of_two);
+    *scales++ = quantize_block(x + k, p.x_stride, p.codes + k, p.columns, p.rows, length, p.power_of_two);
   }
 }
 
 template <typename T>
 GRPO_MC_INLINE void dequantize_row_as(const Fp8Dequantize& p, int64_t row) {
-  const int64_t scale_columns = (p.columns + p.tile_columns - 1) / p.tile_columns;
-  const float* scales = p.scales + row / p.tile_rows * scale_columns;
   const uint8_t* codes = p.codes + row * p.code_stride;
   T* out = static_cast<T*>(p.out) + row * p.columns;
   for (int64_t k = 0; k < p.columns; k += kLanes) {
     const int64_t left = p.columns - k;
     F8 scale;
-    if (p.tile_columns == 1) scale = load_part(scales + k, left);
-    else scale = splat(scales[k / kFp8Block]);  // a vector never crosses a tile: 128 is a multiple of 8
+    if (p.tile_columns == 1) scale = load_part(p.scales + k, left);
+    else scale = splat(p.scales[k / kFp8Block]);  // a vector never crosses a tile: 128 is a multiple of 8
     if (left >= kLanes) store8(out + k, decode8(codes + k) * scale);
     else {
       uint8_t padded[kLanes] = {};
@@ -95,14 +91,16 @@ GRPO_MC_INLINE void dequantize_row_as(const Fp8Dequantize& p, int64_t row) {
 
 }  // namespace
 
-void fp8_quantize_band(const Fp8Quantize& p, int64_t band) {
-  if (p.dtype == Element::kFloat) quantize_band<float>(p, band);
-  else quantize_band<uint16_t>(p, band);
+void fp8_quantize_band(const Fp8Quantize& p) {
+  if (p.dtype == Element::kFloat) quantize_band<float>(p);
+  else quantize_band<uint16_t>(p);
 }
 
-void fp8_dequantize_row(const Fp8Dequantize& p, int64_t row) {
-  if (p.dtype == Element::kFloat) dequantize_row_as<float>(p, row);
-  else dequantize_row_as<uint16_t>(p, row);
+void fp8_dequantize_band(const Fp8Dequantize& p) {
+  for (int64_t row = 0; row < p.rows; ++row) {
+    if (p.dtype == Element::kFloat) dequantize_row_as<float>(p, row);
+    else dequantize_row_as<uint16_t>(p, row);
+  }
 }
 
 }  // namespace grpo_mc::GRPO_MC_ISA

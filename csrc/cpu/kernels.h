@@ -14,10 +14,11 @@ namespace grpo_mc {
   void row_grad(const RowGrad& row, Element dtype);                                                          \
   void paged_attention_head(const PagedHead& head, Element cache);                                           \
   void row_linear_columns(const RowLinear& p, float* scratch, int64_t begin, int64_t end);                   \
-  void fp8_quantize_band(const Fp8Quantize& p, int64_t band);                                                \
-  void fp8_dequantize_row(const Fp8Dequantize& p, int64_t row);                                              \
-  void fp8_pack_panel(const Fp8Gemm& p, int64_t panel, int64_t num_panels, float* packed);                   \
+  void fp8_quantize_band(const Fp8Quantize& p);                                                              \
+  void fp8_dequantize_band(const Fp8Dequantize& p);                                                          \
+  void fp8_pack_panel(const Fp8Gemm& p, int64_t panel, float* packed);                                       \
   void fp8_gemm_group(const Fp8Gemm& p, const float* packed, int64_t group, float* scratch);                 \
+  void fp8_decode_row(const Fp8Gemm& p, int64_t row, float* decoded);                                        \
   void fp8_few_rows_group(const Fp8Gemm& p, const float* rows, int64_t group);                               \
   void moe_copy_row(const char* from, char* to, int64_t bytes);                                              \
   void moe_combine_token(const MoeCombine& p);                                                               \

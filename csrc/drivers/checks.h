@@ -16,6 +16,19 @@ inline void check_vector(const char* op, const char* name, const at::Tensor& x, 
   TORCH_CHECK_VALUE(x.scalar_type() == dtype, op, ": ", name, " has dtype ", x.scalar_type(), "; it must be ", dtype);
 }
 
+// Bounds of the rows of each expert, [E + 1]; `experts` < 0 = any number of them. Returns them adjacent in memory.
+inline at::Tensor check_offsets(const char* op, const at::Tensor& offsets, int64_t experts, int64_t rows) {
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.size(0) > 0, op, ": offsets has shape ", offsets.sizes(), "; it must be [E + 1]");
+  check_vector(op, "offsets", offsets, experts < 0 ? offsets.size(0) : experts + 1, at::kLong);
+  const at::Tensor bounds = offsets.contiguous();
+  const int64_t *bound = bounds.const_data_ptr<int64_t>(), last = offsets.size(0) - 1;
+  TORCH_CHECK_VALUE(bound[0] >= 0 && bound[last] <= rows, op, ": offsets go from ", bound[0], " to ", bound[last], "; there are rows 0 to ", rows);
+  for (int64_t e = 0; e < last; ++e)
+    TORCH_CHECK_VALUE(bound[e] <= bound[e + 1], op, ": offsets[", e, "] is ", bound[e], " and offsets[", e + 1, "] is ", bound[e + 1],
+                      "; they must not fall");
+  return bounds;
+}
+
 // The tensor, or a copy of it whose columns are adjacent in memory.
 inline at::Tensor with_adjacent_columns(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 

@@ -1,8 +1,9 @@
-// fp8_gemm and fp8_grouped_gemm on the CPU: checks, packing of a, and one kernel call per group of columns.
+// fp8_gemm, fp8_grouped_gemm and fp8_grouped_wgrad on the CPU: checks, and the products of one call spread over threads.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "common/fp8.h"
@@ -15,7 +16,14 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kChunkRows = 510;  // rows packed at once: 85 panels, 4 bytes * 510 * 128 of each block stay in the cache
+// The rows and columns of a task. Tall ones decode b seldom: 86 panels, of which 4 bytes * 516 * 128 of each block of the
+// depth stay in the cache. Where the depth is short, writing the result counts: wide ones go along its rows.
+struct TaskShape {
+  int64_t rows, columns;
+};
+constexpr TaskShape kTall{516, kFp8StripColumns}, kWide{126, 8 * kFp8StripColumns};
+constexpr int64_t kShortDepth = 4 * kFp8Block;
+constexpr int64_t kWaveFloats = 4096 * 1024;  // 16 MB of decoded rows at once, where one chunk does not need more
 
 const uint8_t* codes_of(const Tensor& x) { return static_cast<const uint8_t*>(x.const_data_ptr()); }
 
@@ -30,73 +38,133 @@ void check_scale(const char* op, const char* name, const Tensor& scale, at::IntA
                     shape == other ? "" : " or, in tiles of 1 x 128, ", shape == other ? "" : c10::str(other));
 }
 
-// One product whose pointers, sizes and strides are set.
-void multiply(Fp8Gemm p) {
-  const int64_t depth_blocks = fp8_blocks(p.depth), groups = (p.columns + kFp8GroupColumns - 1) / kFp8GroupColumns;
-  if (p.rows == 0 || p.columns == 0) return;
-  if (p.rows <= kFp8FewRows) {
-    const int64_t width = depth_blocks * kFp8Block;
-    std::vector<float> rows(static_cast<size_t>(p.rows * width));
-    for (int64_t r = 0; r < p.rows; ++r)
-      for (int64_t k = 0; k < p.depth; ++k) rows[static_cast<size_t>(r * width + k)] = e4m3_to_float(p.a[r * p.a_stride + k]);
-    parallel_for(groups, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t group = begin; group < end; ++group) GRPO_MC_KERNEL(fp8_few_rows_group)(p, rows.data(), group);
-    });
-    return;
+int64_t divide_up(int64_t size, int64_t part) { return (size + part - 1) / part; }
+
+// Some rows of one product: first their rows of a are decoded, then come the groups of columns.
+struct Chunk {
+  Fp8Gemm p;
+  bool few;  // rows decoded as they are, not in panels
+  float* packed;
+  int64_t first_pack, first_group;  // the first of its tasks in the wave
+
+  int64_t packs() const { return few ? p.rows : divide_up(p.rows, kFp8PanelRows); }
+  int64_t groups() const { return divide_up(p.columns, p.group_columns); }
+  int64_t width() const { return fp8_blocks(p.depth) * kFp8Block; }
+  int64_t floats() const { return width() * (few ? p.rows : packs() * kFp8PanelRows); }
+
+  void pack(int64_t at) const {
+    if (few) GRPO_MC_KERNEL(fp8_decode_row)(p, at, packed + at * width());
+    else GRPO_MC_KERNEL(fp8_pack_panel)(p, at, packed);
   }
-  const int64_t out_bytes = p.dtype == Element::kFloat ? 4 : 2, all_rows = p.rows;
-  const int64_t most_panels = (std::min(kChunkRows, all_rows) + kFp8PanelRows - 1) / kFp8PanelRows;
-  std::vector<float> packed(static_cast<size_t>(depth_blocks * most_panels * kFp8Block * kFp8PanelRows));
-  for (int64_t first = 0; first < all_rows; first += kChunkRows) {
-    Fp8Gemm part = p;
-    part.rows = std::min(kChunkRows, all_rows - first);
-    part.a += first * p.a_stride;
-    part.a_scale += first * depth_blocks;
-    part.out = static_cast<char*>(p.out) + first * p.out_stride * out_bytes;
-    const int64_t panels = (part.rows + kFp8PanelRows - 1) / kFp8PanelRows;
-    parallel_for(panels, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t panel = begin; panel < end; ++panel) GRPO_MC_KERNEL(fp8_pack_panel)(part, panel, panels, packed.data());
-    });
-    parallel_for(groups, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> scratch(static_cast<size_t>(kFp8GroupColumns * (kFp8Block + panels * kFp8PanelRows)));
-      for (int64_t group = begin; group < end; ++group) GRPO_MC_KERNEL(fp8_gemm_group)(part, packed.data(), group, scratch.data());
-    });
-  }
-}
-
-void check_accumulator(const char* op, const Tensor& out, at::IntArrayRef shape, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(out.sizes() == shape && out.scalar_type() == dtype, op, ": accumulate_into is ", out.scalar_type(), " ", out.sizes(),
-                    "; it must be ", dtype, " ", shape);
-  TORCH_CHECK_VALUE(out.stride(-1) == 1 || out.size(-1) <= 1, op, ": accumulate_into has strides ", out.strides(),
-                    "; its columns must be adjacent");
-}
-
-// Two operands with what the kernels need of them; holds the contiguous copies that strided ones are given.
-struct Operands {
-  Tensor a, a_scale, b, b_scale;
-
-  Fp8Gemm problem(const Tensor& out, int64_t rows, bool accumulate) const {
-    Fp8Gemm p{};
-    p.a = codes_of(a);
-    p.b = codes_of(b);
-    p.a_scale = a_scale.const_data_ptr<float>();
-    p.b_scale = b_scale.const_data_ptr<float>();
-    p.out = out.mutable_data_ptr();
-    p.rows = rows;
-    p.columns = b.size(-2);
-    p.depth = a.size(1);
-    p.a_stride = a.stride(0);
-    p.b_stride = b.stride(-2);
-    p.out_stride = out.stride(0);
-    p.b_scale_rows = b_scale.size(-2) == b.size(-2) ? 1 : kFp8Block;
-    p.dtype = out.scalar_type() == at::kFloat ? Element::kFloat : Element::kBFloat16;
-    p.accumulate = accumulate;
-    return p;
+  void multiply(int64_t group, float* scratch) const {
+    if (few) GRPO_MC_KERNEL(fp8_few_rows_group)(p, packed, group);
+    else GRPO_MC_KERNEL(fp8_gemm_group)(p, packed, group, scratch);
   }
 };
 
+// The chunks of products of any sizes. Which path a row takes depends on its own product only.
+std::vector<Chunk> chunks_of(const std::vector<Fp8Gemm>& products) {
+  std::vector<Chunk> chunks;
+  for (const Fp8Gemm& p : products) {
+    if (p.columns == 0 || (p.accumulate && p.depth == 0)) continue;
+    const bool few = p.rows <= kFp8FewRows && !p.b.by_depth;
+    const TaskShape task = p.depth > kShortDepth || few ? kTall : kWide;
+    const int64_t out_bytes = p.dtype == Element::kFloat ? 4 : 2;
+    for (int64_t first = 0; first < p.rows; first += task.rows) {
+      Fp8Gemm part = p;
+      part.rows = std::min(task.rows, p.rows - first);
+      part.group_columns = task.columns;
+      part.a.codes += first * (p.a.by_depth ? 1 : p.a.stride);
+      part.a.scale += first * p.a.scale_stride;
+      part.out = static_cast<char*>(p.out) + first * p.out_stride * out_bytes;
+      chunks.push_back({part, few, nullptr, 0, 0});
+    }
+  }
+  return chunks;
+}
+
+// Chunks [begin, end): two rounds of tasks, each over all of them, so that many small products keep every thread busy.
+void run_wave(Chunk* begin, Chunk* end, float* packed) {
+  int64_t packs = 0, groups = 0, scratch_floats = 0;
+  for (Chunk* chunk = begin; chunk < end; ++chunk) {
+    chunk->packed = packed;
+    chunk->first_pack = packs;
+    chunk->first_group = groups;
+    packed += chunk->floats();
+    packs += chunk->packs();
+    groups += chunk->groups();
+    if (!chunk->few) scratch_floats = std::max(scratch_floats, kFp8StripColumns * kFp8Block + chunk->p.group_columns * chunk->packs() * kFp8PanelRows);
+  }
+  parallel_tasks(packs, [&](const auto& next) {
+    const Chunk* chunk = begin;
+    for (int64_t task; (task = next()) < packs;) {
+      while (task >= chunk->first_pack + chunk->packs()) ++chunk;  // a thread's tasks rise
+      chunk->pack(task - chunk->first_pack);
+    }
+  });
+  parallel_tasks(groups, [&](const auto& next) {
+    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(scratch_floats)]);
+    const Chunk* chunk = begin;
+    for (int64_t task; (task = next()) < groups;) {
+      while (task >= chunk->first_group + chunk->groups()) ++chunk;
+      chunk->multiply(task - chunk->first_group, scratch.get());
+    }
+  });
+}
+
+// Products whose pointers, sizes and strides are set.
+void multiply(const std::vector<Fp8Gemm>& products) {
+  std::vector<Chunk> chunks = chunks_of(products);
+  if (chunks.empty()) return;
+  int64_t most = 0, all = 0;
+  for (const Chunk& chunk : chunks) {
+    most = std::max(most, chunk.floats());
+    all += chunk.floats();
+  }
+  const int64_t capacity = std::min(std::max(most, kWaveFloats), all);
+  const std::unique_ptr<float[]> packed(new float[static_cast<size_t>(capacity)]);
+  for (size_t begin = 0; begin < chunks.size();) {
+    size_t end = begin;
+    for (int64_t floats = 0; end < chunks.size() && (floats += chunks[end].floats()) <= capacity;) ++end;
+    run_wave(chunks.data() + begin, chunks.data() + end, packed.get());
+    begin = end;
+  }
+}
+
+void check_out(const char* op, const Tensor& out, at::IntArrayRef shape, std::initializer_list<Tensor> read) {
+  TORCH_CHECK_VALUE(out.scalar_type() == at::kFloat || out.scalar_type() == at::kBFloat16, op, ": out_dtype is ", out.scalar_type(),
+                    "; it must be Float or BFloat16");
+  TORCH_CHECK_VALUE(out.sizes() == shape, op, ": accumulate_into is ", out.scalar_type(), " ", out.sizes(), "; it must be ", shape);
+  TORCH_CHECK_VALUE(out.stride(-1) == 1 || out.size(-1) <= 1, op, ": accumulate_into has strides ", out.strides(),
+                    "; its columns must be adjacent");
+  check_no_overlap(op, "accumulate_into", out, read);
+}
+
+// The tensor, or a copy of it, with adjacent columns or (of its last two dims) adjacent rows.
+Tensor with_adjacent_entries(const Tensor& x) { return x.stride(-1) == 1 || x.stride(-2) == 1 ? x : x.contiguous(); }
+
+// The last two dims of codes and their scales.
+Fp8Operand operand(const Tensor& codes, const Tensor& scale, bool square) {
+  const bool by_depth = codes.stride(-1) != 1;
+  return {codes_of(codes), scale.const_data_ptr<float>(), codes.stride(by_depth ? -1 : -2), scale.stride(-2), scale.stride(-1), by_depth, square};
+}
+
+Fp8Gemm problem(const Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, bool accumulate) {
+  Fp8Gemm p{};
+  p.a = operand(a, a_scale, false);
+  p.b = operand(b, b_scale, b_scale.size(-2) != b.size(-2));
+  p.out = out.mutable_data_ptr();
+  p.rows = a.size(0);
+  p.columns = b.size(-2);
+  p.depth = a.size(1);
+  p.out_stride = out.stride(-2);
+  p.dtype = out.scalar_type() == at::kFloat ? Element::kFloat : Element::kBFloat16;
+  p.accumulate = accumulate;
+  return p;
+}
+
 // Checks what fp8_gemm and fp8_grouped_gemm have in common; b has `b_dims` dimensions.
-Operands check_operands(const char* op, const Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, int64_t b_dims) {
+void check_operands(const char* op, const Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, int64_t b_dims) {
   check_codes(op, "a", a, 2);
   check_codes(op, "b", b, b_dims);
   TORCH_CHECK_VALUE(a.size(1) == b.size(-1), op, ": a is ", a.sizes(), " and b ", b.sizes(), "; they must be [M, K] and [",
@@ -109,45 +177,63 @@ Operands check_operands(const char* op, const Tensor& out, const Tensor& a, cons
     narrow.insert(narrow.begin(), b.size(0));
   }
   check_scale(op, "b_scale", b_scale, wide, narrow);
-  TORCH_CHECK_VALUE(out.scalar_type() == at::kFloat || out.scalar_type() == at::kBFloat16, op, ": out_dtype is ", out.scalar_type(),
-                    "; it must be Float or BFloat16");
-  check_accumulator(op, out, {a.size(0), columns}, out.scalar_type());
-  check_no_overlap(op, "accumulate_into", out, {a, a_scale, b, b_scale});
-  return {with_adjacent_columns(a), a_scale.contiguous(), with_adjacent_columns(b), b_scale.contiguous()};
+  check_out(op, out, {a.size(0), columns}, {a, a_scale, b, b_scale});
 }
 
 void fp8_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, bool accumulate) {
-  multiply(check_operands("fp8_gemm", out, a, a_scale, b, b_scale, 2).problem(out, a.size(0), accumulate));
+  check_operands("fp8_gemm", out, a, a_scale, b, b_scale, 2);
+  const Tensor left = with_adjacent_entries(a), right = with_adjacent_entries(b);
+  multiply({problem(out, left, a_scale, right, b_scale, accumulate)});
 }
 
 void fp8_grouped_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, const Tensor& offsets, bool accumulate) {
   const char* op = "fp8_grouped_gemm";
-  const Operands operands = check_operands(op, out, a, a_scale, b, b_scale, 3);
+  check_operands(op, out, a, a_scale, b, b_scale, 3);
   const int64_t experts = b.size(0), rows = a.size(0);
-  check_vector(op, "offsets", offsets, experts + 1, at::kLong);
-  const Tensor bounds = offsets.contiguous();
+  const Tensor bounds = check_offsets(op, offsets, experts, rows);
   const int64_t* bound = bounds.const_data_ptr<int64_t>();
-  TORCH_CHECK_VALUE(bound[0] >= 0 && bound[experts] <= rows, op, ": offsets go from ", bound[0], " to ", bound[experts], "; a has rows 0 to ",
-                    rows);
-  for (int64_t e = 0; e < experts; ++e)
-    TORCH_CHECK_VALUE(bound[e] <= bound[e + 1], op, ": offsets[", e, "] is ", bound[e], " and offsets[", e + 1, "] is ", bound[e + 1],
-                      "; they must not fall");
   if (!accumulate) {  // rows of no expert
     out.narrow(0, 0, bound[0]).zero_();
     out.narrow(0, bound[experts], rows - bound[experts]).zero_();
   }
-  const Fp8Gemm all = operands.problem(out, rows, accumulate);
-  const int64_t depth_blocks = fp8_blocks(all.depth), out_bytes = all.dtype == Element::kFloat ? 4 : 2;
+  const Tensor left = with_adjacent_entries(a), right = with_adjacent_entries(b);
+  std::vector<Fp8Gemm> products;
   for (int64_t e = 0; e < experts; ++e) {
-    Fp8Gemm part = all;
-    part.rows = bound[e + 1] - bound[e];
-    part.a += bound[e] * all.a_stride;
-    part.a_scale += bound[e] * depth_blocks;
-    part.b += e * operands.b.stride(0);
-    part.b_scale += e * operands.b_scale.stride(0);
-    part.out = static_cast<char*>(all.out) + bound[e] * all.out_stride * out_bytes;
-    multiply(part);
+    const auto part = [&](const Tensor& x) { return x.narrow(0, bound[e], bound[e + 1] - bound[e]); };
+    products.push_back(problem(part(out), part(left), part(a_scale), right.select(0, e), b_scale.select(0, e), accumulate));
   }
+  multiply(products);
+}
+
+void fp8_grouped_wgrad_(at::TensorList out, const Tensor& grad, const Tensor& grad_scale, const Tensor& x, const Tensor& x_scale,
+                        const Tensor& offsets, bool accumulate) {
+  const char* op = "fp8_grouped_wgrad";
+  check_codes(op, "grad", grad, 2);
+  check_codes(op, "x", x, 2);
+  const int64_t experts = static_cast<int64_t>(out.size()), rows = x.size(0);
+  TORCH_CHECK_VALUE(grad.size(0) == rows, op, ": grad is ", grad.sizes(), " and x ", x.sizes(), "; they must be [M, N] and [M, K]");
+  const Tensor bounds = check_offsets(op, offsets, experts, rows);
+  const int64_t* bound = bounds.const_data_ptr<int64_t>();
+  const int64_t tiles = fp8_expert_tiles(rows, experts);
+  check_scale(op, "grad_scale", grad_scale, {tiles, grad.size(1)}, {tiles, grad.size(1)});
+  check_scale(op, "x_scale", x_scale, {tiles, x.size(1)}, {tiles, x.size(1)});
+  for (size_t e = 0; e < out.size(); ++e) {
+    check_out(op, out[e], {grad.size(1), x.size(1)}, {grad, grad_scale, x, x_scale});
+    for (size_t other = 0; other < e; ++other) {
+      const auto overlap = at::get_overlap_status(out[e], out[other]);
+      TORCH_CHECK_VALUE(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, op, ": accumulate_into of expert ", e,
+                        " shares memory with that of expert ", other, "; give it memory of its own");
+    }
+  }
+  const Tensor left = with_adjacent_entries(grad), right = with_adjacent_entries(x);
+  std::vector<Fp8Gemm> products;
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t count = bound[e + 1] - bound[e], first_tile = fp8_first_tile(bound[e], e);
+    const auto codes = [&](const Tensor& from) { return from.narrow(0, bound[e], count).t(); };
+    const auto scale = [&](const Tensor& from) { return from.narrow(0, first_tile, fp8_blocks(count)).t(); };
+    products.push_back(problem(out[e], codes(left), scale(grad_scale), codes(right), scale(x_scale), accumulate));
+  }
+  multiply(products);
 }
 
 }  // namespace
@@ -155,6 +241,7 @@ void fp8_grouped_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, cons
 TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
   m.impl("fp8_gemm_", fp8_gemm_);
   m.impl("fp8_grouped_gemm_", fp8_grouped_gemm_);
+  m.impl("fp8_grouped_wgrad_", fp8_grouped_wgrad_);
 }
 
 }  // namespace grpo_mc

@@ -6,7 +6,7 @@ groups or files.
 
 from __future__ import annotations
 
-from grpo_mc.ops.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, quantize_fp8
+from grpo_mc.ops.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, fp8_grouped_wgrad, quantize_fp8
 from grpo_mc.ops.group_advantages import group_advantages
 from grpo_mc.ops.int4 import Int4Error, dequantize_int4, int4_error, quantize_int4
 from grpo_mc.ops.int8 import dequantize_int8, quantize_int8
@@ -28,6 +28,7 @@ __all__ = [
     "dequantize_int8",
     "fp8_gemm",
     "fp8_grouped_gemm",
+    "fp8_grouped_wgrad",
     "group_advantages",
     "info",
     "int4_error",

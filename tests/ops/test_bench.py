@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_mc.ops import bench
-from grpo_mc.ops.bench import paged_attention, policy_loss, timing, token_logprobs
+from grpo_mc.ops.bench import fp8_grouped_wgrad, paged_attention, policy_loss, timing, token_logprobs
 
 FIELDS = {
     "op", "device", "shape", "dtype", "threads", "seconds", "baseline_seconds", "ratio", "baseline_name",
@@ -58,13 +58,16 @@ def test_user_mistakes(tmp_path: Path) -> None:
         bench.run("group_advantages", compare=tmp_path / "other")
 
 
-@pytest.mark.parametrize("module", (paged_attention, policy_loss, token_logprobs))
+@pytest.mark.parametrize("module", (fp8_grouped_wgrad, paged_attention, policy_loss, token_logprobs))
 def test_cases_run_and_agree_with_their_baselines(module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row at a small size: ours and the baseline compute the same thing, and the stated error is small."""
     if module is token_logprobs:
         monkeypatch.setattr(module, "TOKENS", 12)
         monkeypatch.setattr(module, "VOCAB", 200)
         monkeypatch.setattr(torch, "compile", lambda function: function)
+    elif module is fp8_grouped_wgrad:
+        monkeypatch.setattr(module, "OUTPUTS", 40)
+        monkeypatch.setattr(module, "INPUTS", 30)
     elif module is policy_loss:
         monkeypatch.setattr(module, "TOKENS", 100)
     else:

@@ -235,6 +235,29 @@ def test_strided_operands() -> None:
     assert torch.equal(ops.fp8_gemm(a, a_scale, b.t().contiguous().t(), b_scale), want)
 
 
+@pytest.mark.parametrize(
+    "tokens, n, k", [(7, 300, 130), (5, 8, 200), (300, 129, 257), (1, 1, 1), (0, 4, 5), (700, 3, 9)]
+)
+def test_the_three_products_of_a_linear_layer(tokens: int, n: int, k: int) -> None:
+    """Forward, input's and weight's gradient, every operand read as it was quantised: views, nothing is copied."""
+    x, weight, grad = normal(tokens, k), normal(n, k, seed=1), normal(tokens, n, seed=2)
+    b, b_scale = ops.quantize_fp8(weight, tile=(128, 128))
+    forward = (*ops.quantize_fp8(x), b, b_scale)
+    dgrad = (*ops.quantize_fp8(grad), b.t(), b_scale.t())
+    wgrad = tuple(each.t() for part in (grad, x) for each in ops.quantize_fp8(part, tile=(128, 1)))
+    exact = (x.double() @ weight.double().t(), grad.double() @ weight.double(), grad.double().t() @ x.double())
+    for operands, plain in zip((forward, dgrad, wgrad), exact, strict=True):
+        scales = [(1.0 + torch.arange(s.numel()).remainder(29)).view(s.shape) / 16 for s in operands[1::2]]
+        distinct = (operands[0], scales[0], operands[2], scales[1].t().contiguous().t())
+        want = reference.fp8_gemm(*distinct, out_dtype=torch.float64)
+        assert_close(ops.fp8_gemm(*distinct, out_dtype=torch.float32), want, 3e-6, (tokens, n, k))
+        got = ops.fp8_gemm(*operands, out_dtype=torch.float32)
+        assert_close(got, plain, 0.06, (tokens, n, k))  # the rounding to FP8
+        total = torch.ones_like(got)
+        ops.fp8_gemm(*operands, accumulate_into=total)
+        assert_close(total, got + 1, 1e-6, (tokens, n, k))
+
+
 def grouped_operands(
     counts: list[int], n: int, k: int, *, wide_b: bool, before: int = 0, after: int = 0
 ) -> tuple[Tensor, ...]:
@@ -297,7 +320,7 @@ def grouped(offsets: list[int]) -> Tensor:
         (lambda: ops.fp8_gemm(*gemm_operands(3, 4, 5), accumulate_into=torch.ones(4, 4)), "accumulate_into is Float"),
         (lambda: grouped([0, 2]), "offsets has shape"),
         (lambda: grouped([0, 3, 2]), r"offsets\[1\] is 3 and offsets\[2\] is 2"),
-        (lambda: grouped([0, 2, 4]), "offsets go from 0 to 4; a has rows 0 to 3"),
+        (lambda: grouped([0, 2, 4]), "offsets go from 0 to 4; there are rows 0 to 3"),
     ],
 )
 def test_bad_input_is_named(call: object, words: str) -> None:

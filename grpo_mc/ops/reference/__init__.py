@@ -7,7 +7,7 @@ operators with them, benchmarks take them as the baseline.
 
 from __future__ import annotations
 
-from grpo_mc.ops.reference.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, quantize_fp8
+from grpo_mc.ops.reference.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, fp8_grouped_wgrad, quantize_fp8
 from grpo_mc.ops.reference.group_advantages import group_advantages
 from grpo_mc.ops.reference.int4 import dequantize_int4, quantize_int4
 from grpo_mc.ops.reference.int8 import dequantize_int8, quantize_int8
@@ -25,6 +25,7 @@ __all__ = [
     "dequantize_int8",
     "fp8_gemm",
     "fp8_grouped_gemm",
+    "fp8_grouped_wgrad",
     "group_advantages",
     "linear_logprob_stats",
     "linear_logprobs",
