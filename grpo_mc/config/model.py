@@ -17,6 +17,10 @@ class ModelConfig(Section):
     an installed Python package carries."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Compute precision of the forward and backward passes. Main weights and log-probs stay float32."""
+    fp8: Literal["none", "tile_scaled"] = "none"
+    """"tile_scaled" multiplies the linear layers and experts in FP8 (e4m3, a scale per tile of 128) in training and
+    scoring, also of the reference. Embedding, output layer, norms, router and attention stay in `dtype`, and so do the
+    weights; sampling uses those, so its log-probs are apart by FP8's rounding (metric mismatch/logprob_abs_diff)."""
     tokenizer: ModelPath | None = None
     """A folder with tokenizer.json, or "package:NAME"; null = the model's own."""
     cache_dir: InputPath | None = None

@@ -3,7 +3,7 @@
 In training every linear layer is an autograd function with communication for the backward pass around its product. A
 decoding step runs some hundred products of few rows, and that machinery costs as much Python time as the rest of the
 model. In this context the layers multiply directly, few rows by the operator `row_linear`; between tensor-parallel
-ranks they communicate as before.
+ranks they communicate as before. Layers that train in FP8 multiply here by their weights as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from grpo_mc.ops import row_linear
@@ -54,7 +55,7 @@ def _multiply(
 ) -> Tensor:  # fmt: skip
     """The product of a layer that is split over ranks; its forward communicates before and after."""
     if sequence_parallel:  # the stock product gathers its input first
-        return type(layer)._forward_impl(
+        return ColumnParallelLinear._forward_impl(
             layer, input=input, weight=weight, bias=bias, sequence_parallel=True, **training
         )
     out = product(input, weight, few_rows)
@@ -69,14 +70,17 @@ def inference_linears(model: torch.nn.Module, *, few_rows: int | None = FEW_ROWS
         few_rows: Products of up to so many float32 rows on the CPU go through row_linear; None = all of them, which
             makes a row's result independent of the batch (row_linear sums in an order of its own).
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, ColumnParallelLinear | RowParallelLinear)]
-    changed: list[tuple[Linear, str]] = []
+    changed: list[tuple[torch.nn.Module, str]] = []
     try:
-        for layer in layers:
-            alone = layer.tp_group.size() == 1
-            name, replacement = ("forward", _forward) if alone else ("_forward_impl", _multiply)
-            changed.append((layer, name))
-            setattr(layer, name, partial(replacement, layer, few_rows))
+        for layer in model.modules():
+            if isinstance(layer, SequentialMLP):  # expert by expert, through their linear layers
+                changed.append((layer, "forward"))
+                layer.forward = partial(SequentialMLP.forward, layer)
+            elif isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                alone = layer.tp_group.size() == 1
+                name, replacement = ("forward", _forward) if alone else ("_forward_impl", _multiply)
+                changed.append((layer, name))
+                setattr(layer, name, partial(replacement, layer, few_rows))
         yield
     finally:
         for layer, name in changed:

@@ -23,6 +23,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from grpo_mc.megatron.fp8_experts import TileScaledExperts
+from grpo_mc.megatron.fp8_linear import TileScaledColumnParallelLinear, TileScaledRowParallelLinear
 from grpo_mc.megatron.layout import AttentionLayout, rope_inverse_frequencies, rotate
 from grpo_mc.ops import rms_norm
 
@@ -81,26 +83,28 @@ class LayoutAttention(torch.nn.Module):
         return out.reshape(out.shape[0], -1)
 
 
-def _mlp_spec(num_experts: int | None) -> ModuleSpec:
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _mlp_spec(num_experts: int | None, tile_scaled: bool, linear: MLPSubmodules) -> ModuleSpec:
     if not num_experts:
         return ModuleSpec(module=MLP, submodules=linear)
-    experts = ModuleSpec(module=SequentialMLP, submodules=linear)
+    experts = ModuleSpec(module=TileScaledExperts if tile_scaled else SequentialMLP, submodules=linear)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
 
 
-def layer_spec(*, num_experts: int | None, qk_norm: bool) -> ModuleSpec:
+def layer_spec(*, num_experts: int | None, qk_norm: bool, tile_scaled: bool = False) -> ModuleSpec:
     """The spec of one transformer layer.
 
     Args:
         num_experts: Experts of the MoE layer; None or 0 = a dense MLP.
         qk_norm: Whether queries and keys pass through an RMSNorm per head (Qwen3).
+        tile_scaled: Whether the linear layers and experts multiply in FP8 (fp8_linear).
     """
+    column = TileScaledColumnParallelLinear if tile_scaled else ColumnParallelLinear
+    row = TileScaledRowParallelLinear if tile_scaled else RowParallelLinear
     norm = RMSNorm if qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=column,
         core_attention=LayoutAttention,
-        linear_proj=RowParallelLinear,
+        linear_proj=row,
         q_layernorm=norm,
         k_layernorm=norm,
     )
@@ -113,13 +117,15 @@ def layer_spec(*, num_experts: int | None, qk_norm: bool) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_mlp_spec(num_experts),
+            mlp=_mlp_spec(num_experts, tile_scaled, MLPSubmodules(linear_fc1=column, linear_fc2=row)),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def block_spec(*, num_layers: int, num_experts: int | None, qk_norm: bool) -> TransformerBlockSubmodules:
+def block_spec(
+    *, num_layers: int, num_experts: int | None, qk_norm: bool, tile_scaled: bool = False
+) -> TransformerBlockSubmodules:
     """The spec of a pipeline stage: `num_layers` layers and the final norm."""
-    layer = layer_spec(num_experts=num_experts, qk_norm=qk_norm)
+    layer = layer_spec(num_experts=num_experts, qk_norm=qk_norm, tile_scaled=tile_scaled)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

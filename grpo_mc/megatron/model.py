@@ -39,6 +39,8 @@ class PolicyConfig(TransformerConfig):
     """See ParallelConfig.moe_dispatcher."""
     logprobs: str = "logits"
     """See ModelConfig.logprobs."""
+    tile_scaled: bool = False
+    """Whether the layers' products run in FP8; see fp8_linear."""
 
 
 class PolicyModel(GPTModel):
@@ -84,13 +86,14 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 def policy_config(
-    architecture: ModelArchitecture, mesh: Mesh, *, dtype: str = "fp32", recompute: str = "none",
+    architecture: ModelArchitecture, mesh: Mesh, *, dtype: str = "fp32", fp8: str = "none", recompute: str = "none",
     sequence_parallel: bool | None = None, moe_dispatcher: str = "dedupe", logprobs: str = "logits",
 ) -> PolicyConfig:  # fmt: skip
     """Megatron-Core's configuration of an architecture on a mesh.
 
     Args:
         dtype: "fp32" or "bf16": parameters and activations.
+        fp8: "none", or "tile_scaled": the layers' linear products run in FP8 (fp8_linear).
         recompute: "none", or "full": each layer's activations are computed again in the backward pass.
         sequence_parallel: None = where Megatron-Core needs it (mixture of experts with tp > 1).
         moe_dispatcher: "dedupe", "dedupe_fp8" or "megatron"; see ParallelConfig.moe_dispatcher.
@@ -120,7 +123,7 @@ def policy_config(
         masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", calculate_per_token_loss=True,
         rope_theta=architecture.rope_theta, rope_scaling=architecture.rope_scaling,
-        moe_dispatcher=moe_dispatcher, logprobs=logprobs,
+        moe_dispatcher=moe_dispatcher, logprobs=logprobs, tile_scaled=fp8 == "tile_scaled",
         **moe, **(full if recompute == "full" else {}),
     )  # fmt: skip
 
@@ -139,6 +142,7 @@ def build_model(architecture: ModelArchitecture, mesh: Mesh, config: PolicyConfi
         num_layers=architecture.num_layers // mesh.pp,
         num_experts=architecture.num_experts,
         qk_norm=architecture.qk_norm,
+        tile_scaled=config.tile_scaled,
     )
     model = PolicyModel(
         config,

@@ -69,7 +69,7 @@ def load_model(
 ) -> PolicyModel:
     """This rank's stage of the model with its starting weights."""
     settings = policy_config(
-        architecture, mesh, dtype=config.dtype, recompute=config.recompute, logprobs=config.logprobs,
+        architecture, mesh, dtype=config.dtype, fp8=config.fp8, recompute=config.recompute, logprobs=config.logprobs,
         sequence_parallel=parallel.sequence_parallel, moe_dispatcher=parallel.moe_dispatcher,
     )  # fmt: skip
     settings.perform_initialization = config.init == "random"
@@ -86,8 +86,9 @@ def build_reference(config: Config, runtime: Runtime) -> PolicyModel:
     parallel = runtime.config.parallel
     assert parallel.sequence_parallel is not None
     settings = policy_config(
-        runtime.architecture, runtime.mesh, dtype=config.model.dtype, logprobs=config.model.logprobs,
-        sequence_parallel=parallel.sequence_parallel, moe_dispatcher=parallel.moe_dispatcher,
+        runtime.architecture, runtime.mesh, dtype=config.model.dtype, fp8=config.model.fp8,
+        logprobs=config.model.logprobs, sequence_parallel=parallel.sequence_parallel,
+        moe_dispatcher=parallel.moe_dispatcher,
     )  # fmt: skip
     settings.perform_initialization = False
     reference = build_model(runtime.architecture, runtime.mesh, settings)

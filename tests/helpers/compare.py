@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,12 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     if difference == 0.0:
         return 0.0
     return difference / size if size > 0.0 else float("inf")
+
+
+def sqnr_db(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Signal to noise in decibels: 20 log10(||expected|| / ||actual - expected||)."""
+    error = relative_error(actual, expected)
+    return -20 * math.log10(error) if error else math.inf
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, case: Any = "") -> None:
