@@ -20,7 +20,8 @@ class ModelConfig(Section):
     fp8: Literal["none", "tile_scaled"] = "none"
     """"tile_scaled" multiplies the linear layers and experts in FP8 (e4m3, a scale per tile of 128) in training and
     scoring, also of the reference. Embedding, output layer, norms, router and attention stay in `dtype`, and so do the
-    weights; sampling uses those, so its log-probs are apart by FP8's rounding (metric mismatch/logprob_abs_diff)."""
+    weights; sampling uses those, so its log-probs are apart by FP8's rounding (metric mismatch/logprob_abs_diff), which
+    algorithm.correction can weigh."""
     tokenizer: ModelPath | None = None
     """A folder with tokenizer.json, or "package:NAME"; null = the model's own."""
     cache_dir: InputPath | None = None

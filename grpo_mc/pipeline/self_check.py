@@ -13,6 +13,8 @@ from grpo_mc.config import Config
 
 LOGPROB_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """Largest mean |trainer - rollout| log-prob difference that rounding explains, by model.dtype."""
+FP8_LOGPROB_TOLERANCE = 0.3
+"""The same for a trainer in FP8 and a sampler that is not: 0.15 was measured for the 30 layers of SmolLM2-135M."""
 KL_TOLERANCE = 1e-4
 
 
@@ -23,7 +25,7 @@ def check_first_step(metrics: Mapping[str, float], config: Config) -> list[str]:
     """
     warnings = []
     difference = metrics.get("mismatch/logprob_abs_diff", 0.0)
-    limit = LOGPROB_TOLERANCE[config.model.dtype]
+    limit = LOGPROB_TOLERANCE[config.model.dtype] if config.model.fp8 == "none" else FP8_LOGPROB_TOLERANCE
     if not difference <= limit:
         warnings.append(
             f"step 1: trainer and rollout log-probs differ by {difference:.3g} on average, expected at most {limit:g};"
