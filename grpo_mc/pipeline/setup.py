@@ -13,7 +13,7 @@ from grpo_mc.megatron.hf_checkpoint import locate_folder, open_checkpoint
 from grpo_mc.megatron.hf_config import ModelArchitecture, model_shape, read_architecture
 from grpo_mc.megatron.memory_check import check_memory
 from grpo_mc.megatron.mesh import Mesh, build_mesh
-from grpo_mc.megatron.model import PolicyModel, build_model, policy_config
+from grpo_mc.megatron.model import PolicyConfig, PolicyModel, build_model, policy_config
 from grpo_mc.megatron.split_weights import mark_split_weights
 from grpo_mc.megatron.weights import load_weights
 from grpo_mc.rollout.native import NativeEngine
@@ -64,14 +64,20 @@ def build_runtime(config: Config, *, trains: bool = False) -> Runtime:
     return Runtime(config, mesh, architecture, tokenizer, model)
 
 
+def _settings(
+    config: ModelConfig, architecture: ModelArchitecture, mesh: Mesh, parallel: ParallelConfig
+) -> PolicyConfig:
+    return policy_config(
+        architecture, mesh, dtype=config.dtype, fp8=config.fp8, recompute=config.recompute, logprobs=config.logprobs,
+        sequence_parallel=parallel.sequence_parallel, moe_dispatcher=parallel.moe_dispatcher,
+    )  # fmt: skip
+
+
 def load_model(
     config: ModelConfig, architecture: ModelArchitecture, mesh: Mesh, parallel: ParallelConfig
 ) -> PolicyModel:
     """This rank's stage of the model with its starting weights."""
-    settings = policy_config(
-        architecture, mesh, dtype=config.dtype, fp8=config.fp8, recompute=config.recompute, logprobs=config.logprobs,
-        sequence_parallel=parallel.sequence_parallel, moe_dispatcher=parallel.moe_dispatcher,
-    )  # fmt: skip
+    settings = _settings(config, architecture, mesh, parallel)
     settings.perform_initialization = config.init == "random"
     settings.init_method_std = architecture.initializer_range
     model = build_model(architecture, mesh, settings)
@@ -85,11 +91,7 @@ def build_reference(config: Config, runtime: Runtime) -> PolicyModel:
     """A second, frozen copy of the policy's current weights."""
     parallel = runtime.config.parallel
     assert parallel.sequence_parallel is not None
-    settings = policy_config(
-        runtime.architecture, runtime.mesh, dtype=config.model.dtype, fp8=config.model.fp8,
-        logprobs=config.model.logprobs, sequence_parallel=parallel.sequence_parallel,
-        moe_dispatcher=parallel.moe_dispatcher,
-    )  # fmt: skip
+    settings = _settings(config.model, runtime.architecture, runtime.mesh, parallel)
     settings.perform_initialization = False
     reference = build_model(runtime.architecture, runtime.mesh, settings)
     with torch.no_grad():
