@@ -60,11 +60,14 @@ lint: install-dev ## ruff (check, format) and mypy
 	$(BIN)/mypy grpo_mc
 
 ##@ Measure
-.PHONY: bench bench-ops bench-trl bench-rollout bench-scaling compare
-bench: bench-ops bench-rollout bench-trl bench-scaling ## every benchmark below, one after the other
+.PHONY: bench bench-ops bench-wire bench-trl bench-rollout bench-scaling compare
+bench: bench-ops bench-wire bench-rollout bench-trl bench-scaling ## every benchmark below, one after the other
 
 bench-ops: install ## each operator against its reference
 	$(BIN)/python -m grpo_mc bench all --compare benchmarks/operators.jsonl $(ARGS)
+
+bench-wire: install ## compressed reduce-scatter over links of 1 Gbit/s (root, iproute2) and the loopback
+	$(BIN)/python benchmarks/compressed_reduce_scatter.py $(ARGS)
 
 bench-trl: install-bench smollm2 ## seconds a step and peak memory against TRL's GRPOTrainer
 	$(BIN)/python benchmarks/vs_trl.py --shape quickstart $(ARGS)
