@@ -26,6 +26,33 @@ struct RowGrad {
   double inv_temperature, lse, entropy, grad_logprob, grad_entropy;
 };
 
+// Logits [tokens, columns] on a GPU: column j is token vocab_start + j, and counts when j < valid. Strides are in elements;
+// a row's entries are adjacent.
+struct TokenRows {
+  const void* logits;
+  const int64_t* targets;  // token ids of the whole vocabulary; one outside [0, vocab_size) makes its row's results NaN
+  int64_t tokens, columns, valid, stride, vocab_start, vocab_size;
+  double inv_temperature;
+  Element dtype;
+};
+
+// Results of each row, float or (of double logits) double; nullptr: not wanted. See RowStats for the last four.
+struct TokenStats {
+  TokenRows rows;
+  void *logprobs, *entropy;
+  double* lse;
+  void *max, *sumexp, *sum_p_logit, *target_logit;
+};
+
+// The gradient of RowGrad for every row. `out` has the dtype of the logits and may be their memory.
+struct TokenGrads {
+  TokenRows rows;
+  void* out;
+  int64_t out_stride;
+  const double *lse, *grad_logprobs;
+  const double *entropy, *grad_entropy;  // nullptr: no gradient by the entropy
+};
+
 // One decode query over a paged cache. Strides are in elements; a token's D values are adjacent.
 struct PagedHead {
   const float* query;       // [group, D] query heads that share this key-value head, scaled already

@@ -7,7 +7,8 @@
 #if defined(__CUDACC__)
 #define GRPO_MC_HD __host__ __device__ __forceinline__
 #else
-#define GRPO_MC_HD inline
+// Always inlined: csrc/cpu/ is compiled once per instruction set, and one linked copy would be that of some other set.
+#define GRPO_MC_HD inline __attribute__((always_inline))
 #endif
 
 namespace grpo_mc {

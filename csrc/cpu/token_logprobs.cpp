@@ -1,6 +1,7 @@
 // Row kernels of token_logprobs: softmax statistics in one pass, and the gradient from the saved log-sum-exp.
 #include <cmath>
 
+#include "common/softmax.h"
 #include "cpu/kernels.h"
 #include "cpu/vec.h"
 
@@ -71,15 +72,7 @@ RowStats stats(const T* x, int64_t n, double inv_temperature) {
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t size = n - begin < kBlock ? n - begin : kBlock;
     const float best = block_max(x + begin, size);
-    if (best > row.max) {
-      if (row.sum > 0) {
-        const double z = (row.max - best) * inv_temperature;
-        const double factor = std::exp(z);
-        row.sum_z = factor > 0 ? factor * (row.sum_z + z * row.sum) : 0.0;
-        row.sum *= factor;
-      }
-      row.max = best;
-    }
+    if (best > row.max) raise_max(row, best, inv_temperature);
     if (row.max == -std::numeric_limits<double>::infinity()) {
       if (has_nan(x + begin, size)) return {row.max, NAN, NAN};
       continue;  // only -inf so far: nothing to add

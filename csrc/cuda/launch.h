@@ -75,4 +75,16 @@ __device__ __forceinline__ T block_sum(T value, T* scratch) {
   return value;
 }
 
+// The largest of the block's values, in every thread; the rules of block_sum.
+template <typename T>
+__device__ __forceinline__ T block_max(T value, T* scratch) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  value = warp_max(value);
+  if (lane == 0) scratch[warp] = value;
+  __syncthreads();
+  value = warp_max(scratch[lane < warps ? lane : 0]);
+  __syncthreads();
+  return value;
+}
+
 }  // namespace grpo_mc::cuda

@@ -6,5 +6,7 @@
 namespace grpo_mc::cuda {
 
 const char* rms_norm(const RmsNorm& p, void* stream);
+const char* token_logprobs(const TokenStats& p, void* stream);
+const char* token_logprobs_backward(const TokenGrads& p, void* stream);
 
 }  // namespace grpo_mc::cuda

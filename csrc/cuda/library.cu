@@ -9,6 +9,8 @@ const grpo_mc::CudaKernels* grpo_mc_cuda_kernels() {
       .interface = grpo_mc::kCudaInterface,
       .size = sizeof(grpo_mc::CudaKernels),
       .rms_norm = grpo_mc::cuda::rms_norm,
+      .token_logprobs = grpo_mc::cuda::token_logprobs,
+      .token_logprobs_backward = grpo_mc::cuda::token_logprobs_backward,
   };
   return &kernels;
 }

@@ -17,6 +17,8 @@ struct CudaKernels {
   int64_t interface;
   int64_t size;  // of this table, in bytes
   Launcher<RmsNorm> rms_norm;
+  Launcher<TokenStats> token_logprobs;
+  Launcher<TokenGrads> token_logprobs_backward;
 };
 
 }  // namespace grpo_mc

@@ -1,4 +1,6 @@
-// token_logprobs: checks, and on the CPU one row kernel per token. The arithmetic is in cpu/token_logprobs.cpp.
+// token_logprobs: checks, and on the CPU one row kernel per token. The arithmetic is in {cpu,cuda}/token_logprobs.*.
+//
+// Targets on a GPU are not read here, which would wait for the device: one out of range makes its row's results NaN.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -8,8 +10,10 @@
 #include <tuple>
 
 #include "common/numerics.h"
-#include "drivers/checks.h"
+#include "common/softmax.h"
 #include "cpu/kernels.h"
+#include "drivers/checks.h"
+#include "drivers/device.h"
 #include "drivers/memory.h"
 #include "drivers/parallel.h"
 
@@ -18,10 +22,27 @@ namespace {
 
 using at::Tensor;
 
+// Output vector that takes float64 values and stores float32, or float64 for float64 logits.
+struct Out {
+  Out(int64_t size, const at::TensorOptions& options) : tensor(at::empty({size}, options)) {
+    if (tensor.scalar_type() == at::kDouble) wide = tensor.mutable_data_ptr<double>();
+    else narrow = tensor.mutable_data_ptr<float>();
+  }
+  void set(int64_t t, double value) const {
+    if (wide != nullptr) wide[t] = value;
+    else narrow[t] = static_cast<float>(value);
+  }
+  void* data() const { return tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr; }
+
+  Tensor tensor;
+  double* wide = nullptr;
+  float* narrow = nullptr;
+};
+
 // One shard of logits, [T, columns]: column j is token vocab_start + j, and counts when that is below vocab_size.
 struct Shard {
-  Shard(const char* op, const Tensor& logits_, const Tensor& targets_, int64_t start_, int64_t vocab_size, double temperature)
-      : start(start_), inv_temperature(1.0 / temperature) {
+  Shard(const char* op, const Tensor& logits_, const Tensor& targets_, int64_t start_, int64_t vocab_size_, double temperature)
+      : start(start_), vocab_size(vocab_size_), inv_temperature(1.0 / temperature) {
     TORCH_CHECK_VALUE(logits_.dim() == 2, op, ": logits has shape ", logits_.sizes(), "; it must be [T, V]");
     TORCH_CHECK_VALUE(temperature > 0 && std::isfinite(temperature), op, ": temperature is ", temperature,
                       "; it must be positive and finite (greedy sampling has no log-probs to train on)");
@@ -58,8 +79,15 @@ struct Shard {
 
   at::ScalarType out_dtype() const { return dtype == Element::kDouble ? at::kDouble : at::kFloat; }
 
+  TokenRows rows() const {
+    return {logits.const_data_ptr(), targets.const_data_ptr<int64_t>(), tokens, columns, valid, logits.stride(0), start, vocab_size,
+            inv_temperature, dtype};
+  }
+
+  Out vector(at::ScalarType kind, bool wanted = true) const { return Out(wanted ? tokens : 0, logits.options().dtype(kind)); }
+
   Tensor logits, targets;
-  int64_t start, tokens = 0, columns = 0, valid = 0;
+  int64_t start, vocab_size, tokens = 0, columns = 0, valid = 0;
   double inv_temperature;
   Element dtype = Element::kFloat;
 };
@@ -72,21 +100,6 @@ void check_targets(const char* op, const Tensor& targets, int64_t vocab_size) {
   }
 }
 
-// Output vector that takes float64 values and stores float32, or float64 for float64 logits.
-struct Out {
-  Out(int64_t size, at::ScalarType dtype) : tensor(at::empty({size}, at::TensorOptions().dtype(dtype))) {
-    if (dtype == at::kDouble) wide = tensor.mutable_data_ptr<double>();
-    else narrow = tensor.mutable_data_ptr<float>();
-  }
-  void set(int64_t t, double value) const {
-    if (wide != nullptr) wide[t] = value;
-    else narrow[t] = static_cast<float>(value);
-  }
-  Tensor tensor;
-  double* wide = nullptr;
-  float* narrow = nullptr;
-};
-
 std::tuple<Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits, const Tensor& targets, double temperature,
                                                   int64_t vocab_size, bool with_entropy, bool inplace_backward) {
   const char* op = "token_logprobs";
@@ -94,15 +107,20 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits, const Te
   TORCH_CHECK_VALUE(vocab_size <= s.columns, op, ": vocab_size is ", vocab_size, " but logits has ", s.columns, " columns");
   TORCH_CHECK_VALUE(!inplace_backward || s.logits.is_same(logits), op,
                     ": inplace_backward needs logits whose columns are adjacent in memory; got strides ", logits.strides());
+  const Out logprobs = s.vector(s.out_dtype()), entropy = s.vector(s.out_dtype(), with_entropy), lse = s.vector(at::kDouble);
+  if (runs_on_cuda(logits)) {
+    TokenStats p{.rows = s.rows(), .logprobs = logprobs.data(), .entropy = entropy.data(), .lse = lse.wide};
+    if (s.tokens > 0) launch(op, &CudaKernels::token_logprobs, p, logits);
+    return {logprobs.tensor, entropy.tensor, lse.tensor};
+  }
   check_targets(op, s.targets, vocab_size);
-  const Out logprobs(s.tokens, s.out_dtype()), entropy(with_entropy ? s.tokens : 0, s.out_dtype()), lse(s.tokens, at::kDouble);
   parallel_for(s.tokens, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const RowStats r = GRPO_MC_KERNEL(row_stats)(s.row(t), s.dtype, s.valid, s.inv_temperature, with_entropy);
-      const double log_sum = std::log(r.sum);
-      logprobs.set(t, (s.logit(t, s.column(t)) - r.max) * s.inv_temperature - log_sum);
-      if (with_entropy) entropy.set(t, log_sum - r.sum_z / r.sum);
-      lse.set(t, r.max * s.inv_temperature + log_sum);
+      const TokenResult result = token_result(r, s.logit(t, s.column(t)), s.inv_temperature);
+      logprobs.set(t, result.logprob);
+      if (with_entropy) entropy.set(t, result.entropy);
+      lse.set(t, result.lse);
     }
   });
   return {logprobs.tensor, entropy.tensor, lse.tensor};
@@ -110,10 +128,16 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits, const Te
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprob_stats(const Tensor& logits, const Tensor& targets,
                                                                int64_t vocab_start, int64_t vocab_size, double temperature) {
-  const Shard s("token_logprob_stats", logits, targets, vocab_start, vocab_size, temperature);
-  check_targets("token_logprob_stats", s.targets, vocab_size);
-  const Out max(s.tokens, s.out_dtype()), sumexp(s.tokens, s.out_dtype()), sum_p_logit(s.tokens, s.out_dtype()),
-      target_logit(s.tokens, s.out_dtype());
+  const char* op = "token_logprob_stats";
+  const Shard s(op, logits, targets, vocab_start, vocab_size, temperature);
+  const Out max = s.vector(s.out_dtype()), sumexp = s.vector(s.out_dtype()), sum_p_logit = s.vector(s.out_dtype()),
+            target_logit = s.vector(s.out_dtype());
+  if (runs_on_cuda(logits)) {
+    TokenStats p{.rows = s.rows(), .max = max.data(), .sumexp = sumexp.data(), .sum_p_logit = sum_p_logit.data(), .target_logit = target_logit.data()};
+    if (s.tokens > 0) launch(op, &CudaKernels::token_logprobs, p, logits);
+    return {max.tensor, sumexp.tensor, sum_p_logit.tensor, target_logit.tensor};
+  }
+  check_targets(op, s.targets, vocab_size);
   parallel_for(s.tokens, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const RowStats r = GRPO_MC_KERNEL(row_stats)(s.row(t), s.dtype, s.valid, s.inv_temperature, true);
@@ -145,6 +169,13 @@ void run_backward(const char* op, const Shard& s, const Backward& b, const Tenso
     entropy = per_token(op, "entropy", *b.entropy, s.tokens);
     grad_entropy = per_token(op, "grad_entropy", *b.grad_entropy, s.tokens);
   }
+  if (runs_on_cuda(out)) {
+    TokenGrads p{s.rows(), out.mutable_data_ptr(), out.stride(0), lse.const_data_ptr<double>(), grad.const_data_ptr<double>(), nullptr, nullptr};
+    if (entropy.defined()) p.entropy = entropy.const_data_ptr<double>();
+    if (entropy.defined()) p.grad_entropy = grad_entropy.const_data_ptr<double>();
+    if (out.numel() > 0) launch(op, &CudaKernels::token_logprobs_backward, p, out);
+    return;
+  }
   char* out_data = static_cast<char*>(out.mutable_data_ptr());
   const int64_t out_stride = out.stride(0) * out.element_size();
   parallel_for(s.tokens, 1, [&](int64_t begin, int64_t end) {
@@ -171,7 +202,7 @@ Tensor token_logprobs_backward(const Tensor& logits, const Tensor& targets, cons
                                int64_t vocab_size) {
   const Shard s("token_logprobs_backward", logits, targets, vocab_start, vocab_size, temperature);
   const Tensor out = at::empty(s.logits.sizes(), s.logits.options());
-  advise_huge_pages(out.mutable_data_ptr(), out.nbytes());
+  if (out.is_cpu()) advise_huge_pages(out.mutable_data_ptr(), out.nbytes());
   run_backward("token_logprobs_backward", s, {lse, grad_logprobs, entropy, grad_entropy}, out);
   return out;
 }
@@ -188,7 +219,7 @@ void token_logprobs_backward_(const Tensor& logits, const Tensor& targets, const
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
+GRPO_MC_OPERATORS(m) {
   m.impl("token_logprobs", token_logprobs);
   m.impl("token_logprob_stats", token_logprob_stats);
   m.impl("token_logprobs_backward", token_logprobs_backward);

@@ -10,7 +10,7 @@ Forward reads the logits once and keeps three numbers a row. Backward reads them
 where g and h are the gradients of the log-prob and of the entropy. Statistics are float32 over parts of 512 columns
 and float64 across parts, whatever the dtype of the logits, so bfloat16 logits give float32 log-probs (H09). Terms
 below exp(-87) of the largest count as 0. float64 logits are computed in float64. Results do not depend on the number
-of threads. `grpo_mc.ops.reference` holds the plain twins; grpo_mc.megatron merges the shards of a split vocabulary.
+of threads. On a GPU a block of threads takes a row, and its sums are float32 over parts of 16 to 32 columns. `grpo_mc.ops.reference` holds the plain twins; grpo_mc.megatron merges the shards of a split vocabulary.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def token_logprobs(
         gradients are both exactly 0 (masked) gets gradient 0 whatever its logits hold.
 
     Raises:
-        ValueError: shapes, dtypes, temperature, vocab_size or a target out of range; tensors on two devices.
+        ValueError: shapes, dtypes, temperature, vocab_size or a target out of range; tensors on two devices. Targets
+            on a GPU are not read back: there one out of range makes its row's results NaN.
     """
     check_devices("token_logprobs", logits=logits, targets=targets)
     columns = logits.shape[-1] if logits.dim() else 0  # the operator refuses what is not [T, V]
@@ -83,7 +84,7 @@ def token_logprob_stats(
         sum_p_logit = sum exp(z - max) (z - max); target_logit = z at the target, 0 when another shard holds it.
 
     Raises:
-        ValueError: shapes, dtypes, temperature, or a target outside [0, vocab_size).
+        ValueError: shapes, dtypes, temperature, or a target outside [0, vocab_size); on a GPU its target_logit is NaN.
     """
     check_devices("token_logprob_stats", logits=logits, targets=targets)
     stats = torch.ops.grpo_mc.token_logprob_stats(logits.detach(), targets, vocab_start, vocab_size, temperature)

@@ -19,6 +19,7 @@ from helpers import cuda_emulator
 TESTS = Path(__file__).resolve().parents[1]
 FAMILIES = {
     "rms_norm": [],
+    "token_logprobs": [],
 }
 """Operator families with CUDA kernels; each with the tests left out, and below why."""
 
