@@ -174,7 +174,8 @@ struct PolicySums {
   double loss = 0;
 };
 
-// Packed tokens of a policy loss; every pointer is at token 0, values are float or double as the call says.
+// Packed tokens of a policy loss; every pointer is at token 0, values are float or double as the call says. Only a CPU
+// reads `coefficients` and `sequence_ratio`: a GPU looks the token's sequence up.
 struct PolicyTokens {
   const void *logprobs, *old_logprobs, *advantages;
   const uint8_t* mask;
@@ -188,6 +189,35 @@ struct PolicyTokens {
   PolicyKind kind;
   KlKind kl;
   KlGradient kl_gradient;
+  bool has_sequence_ratio;  // gspo kinds
 };
+
+enum class PolicyMean : int { kNone, kSequence, kGroup };  // whose tokens are counted, for aggregations that take a mean
+
+// The sequences of a policy loss on a GPU: sequence i is tokens starts[i] to starts[i + 1]. The other pointers are memory
+// for one entry a sequence, of which the kernels fill in what the call needs.
+struct PolicySequences {
+  const int64_t* starts;  // [count + 1]; nullptr: the call needs no sequences
+  const int64_t* groups;  // [count], for PolicyMean::kGroup
+  int64_t* tokens;        // of the loss mask; -1 where `starts` makes no sense
+  double* coefficient;    // d loss / d token loss
+  double *ratio, *slope;  // gspo kinds: exp of the mean log-ratio, and its derivative by one log-prob
+  int64_t count;
+  PolicyMean mean;
+};
+
+// A policy loss on a GPU.
+struct PolicyCall {
+  PolicyTokens tokens;
+  PolicySequences sequences;
+  const double* denominator;  // multiplies `coefficient` by its inverse; nullptr: that is done
+  void* loss;                 // float or double
+  double* metrics;            // [8]: PolicySums without the loss
+  double* parts;              // memory for 9 sums of each kPolicyPart tokens
+  int64_t num_tokens;
+  Element dtype;
+};
+
+constexpr int64_t kPolicyPart = 1024;  // tokens whose sums one block of threads takes
 
 }  // namespace grpo_mc

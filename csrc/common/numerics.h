@@ -1,6 +1,7 @@
-// Scalar numerics shared by host and device code: one bfloat16 rounding rule, one exponent bound.
+// Scalar numerics shared by host and device code: one bfloat16 rounding rule, one exponent bound, exp near 0.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -29,6 +30,21 @@ GRPO_MC_HD uint16_t float_to_bf16(float value) {
   memcpy(&bits, &value, sizeof(bits));
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// (exp(r) - 1 - r) / r^2 for |r| <= 0.35 (log(2) / 2): the degree-5 polynomial of the Cephes library's expf, the highest
+// power first.
+struct ExpRemainder {
+  static constexpr float c5 = 1.9875691500e-4f, c4 = 1.3981999507e-3f, c3 = 8.3334519073e-3f, c2 = 4.1665795894e-2f,
+                         c1 = 1.6666665459e-1f, c0 = 5.0000001201e-1f;
+};
+
+GRPO_MC_HD float exp_remainder(float r) {
+  float poly = std::fma(ExpRemainder::c5, r, ExpRemainder::c4);
+  poly = std::fma(poly, r, ExpRemainder::c3);
+  poly = std::fma(poly, r, ExpRemainder::c2);
+  poly = std::fma(poly, r, ExpRemainder::c1);
+  return std::fma(poly, r, ExpRemainder::c0);
 }
 
 }  // namespace grpo_mc

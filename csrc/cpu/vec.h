@@ -153,13 +153,13 @@ struct Magnitudes {
   }
 };
 
-// (exp(r) - 1 - r) / r^2 for |r| <= 0.35 (log(2) / 2): the degree-5 polynomial of the Cephes library's expf.
+// exp_remainder of each lane.
 GRPO_MC_INLINE F8 exp_remainder8(F8 r) {
-  F8 poly = fma8(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
-  poly = fma8(poly, r, splat(8.3334519073e-3f));
-  poly = fma8(poly, r, splat(4.1665795894e-2f));
-  poly = fma8(poly, r, splat(1.6666665459e-1f));
-  return fma8(poly, r, splat(5.0000001201e-1f));
+  F8 poly = fma8(splat(ExpRemainder::c5), r, splat(ExpRemainder::c4));
+  poly = fma8(poly, r, splat(ExpRemainder::c3));
+  poly = fma8(poly, r, splat(ExpRemainder::c2));
+  poly = fma8(poly, r, splat(ExpRemainder::c1));
+  return fma8(poly, r, splat(ExpRemainder::c0));
 }
 
 // exp(x), relative error below 2e-7 for x in [-87.3, 88.4]; 0 below, saturated above; NaN stays NaN.

@@ -8,5 +8,6 @@ namespace grpo_mc::cuda {
 const char* rms_norm(const RmsNorm& p, void* stream);
 const char* token_logprobs(const TokenStats& p, void* stream);
 const char* token_logprobs_backward(const TokenGrads& p, void* stream);
+const char* policy_loss(const PolicyCall& p, void* stream);
 
 }  // namespace grpo_mc::cuda

@@ -11,6 +11,7 @@ const grpo_mc::CudaKernels* grpo_mc_cuda_kernels() {
       .rms_norm = grpo_mc::cuda::rms_norm,
       .token_logprobs = grpo_mc::cuda::token_logprobs,
       .token_logprobs_backward = grpo_mc::cuda::token_logprobs_backward,
+      .policy_loss = grpo_mc::cuda::policy_loss,
   };
   return &kernels;
 }

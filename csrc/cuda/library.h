@@ -19,6 +19,7 @@ struct CudaKernels {
   Launcher<RmsNorm> rms_norm;
   Launcher<TokenStats> token_logprobs;
   Launcher<TokenGrads> token_logprobs_backward;
+  Launcher<PolicyCall> policy_loss;
 };
 
 }  // namespace grpo_mc

@@ -13,8 +13,9 @@ both with the exponent clamped to +-20 before exp (gradient 0 beyond):
 
 A tie between the branches passes the full gradient (H11). Masked tokens are replaced by zeros before any arithmetic,
 so a NaN there reaches nothing. The gradient is computed in the forward pass and scaled in the backward pass
-(csrc/autograd/policy_loss.cpp). Token sums
-are float64; results do not depend on the number of threads. Sources: see grpo_mc.ops.reference.policy_loss.
+(csrc/autograd/policy_loss.cpp). Token sums are float64 over parts of 128 tokens; results do not depend on the number
+of threads, and on a GPU are the same on every run. Nothing waits for the GPU. Sources: see
+grpo_mc.ops.reference.policy_loss.
 """
 
 from __future__ import annotations
@@ -106,21 +107,22 @@ def policy_loss(
             A sequence (or group) whose mean is taken must lie wholly in this call; one without tokens adds 0.
         norm_length: tokens, >= 1; required by sequence_mean_token_sum_norm.
         denominator: the GLOBAL count, over micro-batches and ranks, finite and >= 0; 0 gives loss 0 and
-            gradients 0.
+            gradients 0. A number, or a tensor on the CPU or the device of the others.
 
     Returns:
         PolicyLoss(loss, metrics).
 
     Raises:
         ValueError: unknown name, a number that is not finite or out of range, a term switched on without its input,
-            shapes that do not fit, tensors on several devices.
+            shapes that do not fit, tensors on several devices. Tensors on a GPU are not read back: there a denominator
+            that is no count, and tokens outside the order of cu_seqlens, make the loss NaN.
     """
     check_devices(
         "policy_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask,
         ref_logprobs=ref_logprobs, entropy=entropy, weights=weights, cu_seqlens=cu_seqlens,
         sequence_groups=sequence_groups,
     )  # fmt: skip
-    divisor = torch.as_tensor(denominator, dtype=torch.float64, device=logprobs.device)
+    divisor = torch.as_tensor(denominator, dtype=torch.float64)  # on its own device: a copy to another would wait
     loss, metrics, _, _ = torch.ops.grpo_mc.policy_loss(
         logprobs,
         old_logprobs,

@@ -10,7 +10,8 @@ Forward reads the logits once and keeps three numbers a row. Backward reads them
 where g and h are the gradients of the log-prob and of the entropy. Statistics are float32 over parts of 512 columns
 and float64 across parts, whatever the dtype of the logits, so bfloat16 logits give float32 log-probs (H09). Terms
 below exp(-87) of the largest count as 0. float64 logits are computed in float64. Results do not depend on the number
-of threads. On a GPU a block of threads takes a row, and its sums are float32 over parts of 16 to 32 columns. `grpo_mc.ops.reference` holds the plain twins; grpo_mc.megatron merges the shards of a split vocabulary.
+of threads. On a GPU a block of threads takes a row, and its sums are float32 over parts of 16 to 32 columns.
+`grpo_mc.ops.reference` holds the plain twins; grpo_mc.megatron merges the shards of a split vocabulary.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ TESTS = Path(__file__).resolve().parents[1]
 FAMILIES = {
     "rms_norm": [],
     "token_logprobs": [],
+    "policy_loss": [],
+    "policy_loss_twin": [],
 }
 """Operator families with CUDA kernels; each with the tests left out, and below why."""
 

@@ -9,6 +9,23 @@ from grpo_mc import ops
 ROWS, WIDTH = 37, 300
 
 
+def policy_losses(logprobs: torch.Tensor, advantages: torch.Tensor) -> None:
+    """Every kind, with means per sequence and per group, in float32 and float64."""
+    mask = torch.ones(ROWS, dtype=torch.bool, device="cuda")
+    sequences = {
+        "cu_seqlens": torch.tensor([0, 5, 5, 30, ROWS], device="cuda"),
+        "sequence_groups": torch.tensor([3, 3, 7, 7], device="cuda"),
+    }
+    for kind in ("clip", "gspo", "gspo_token", "cispo", "reinforce"):
+        for aggregation in ("token_mean", "sequence_mean_token_mean", "group_mean"):
+            for values in (logprobs, logprobs.double()):
+                leaf = values.clone().requires_grad_()
+                ops.policy_loss(
+                    leaf, values, advantages, mask, kind=kind, clip_low=0.2, clip_high=0.2, kl="k3", beta=0.1,
+                    ref_logprobs=values, aggregation=aggregation, denominator=float(ROWS), **sequences,
+                ).loss.backward()  # fmt: skip
+
+
 def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH, device="cuda")
@@ -22,15 +39,7 @@ def main() -> None:
     ops.linear_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets).sum().backward()
     groups = torch.arange(ROWS, device="cuda") // 4
     advantages = ops.group_advantages(x[:, 0], groups, baseline="mean", scale="std", ddof=0, eps=1e-4)
-    mask = torch.ones(ROWS, dtype=torch.bool, device="cuda")
-    options = {
-        "kind": "clip",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregation": "token_mean",
-        "denominator": float(ROWS),
-    }
-    ops.policy_loss(logprobs.detach().requires_grad_(), logprobs.detach(), advantages, mask, **options).loss.backward()
+    policy_losses(logprobs.detach(), advantages)
     cache, tables = torch.randn(8, 16, 2, 32, device="cuda"), torch.arange(8, device="cuda").view(2, 4).int()
     ops.paged_attention(
         torch.randn(2, 4, 32, device="cuda"),

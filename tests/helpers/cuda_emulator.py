@@ -20,8 +20,8 @@ EMULATOR = ROOT / "tests" / "cuda_emulator"
 FLAGS = ["-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-mf16c", "-Wall", "-Werror"]
 FLAGS += ["-Wno-psabi", "-Wno-unknown-pragmas", f"-I{EMULATOR}", f"-I{ROOT / 'csrc'}"]
 TIMEOUT_S = 600
-IS_USED = bool(os.environ.get("GRPO_MC_TEST_EMULATED"))
-"""True in a run over the CUDA kernels, whose drivers check no values: that would wait for the device."""
+IS_USED = bool(os.environ.get("GRPO_MC_TEST_EMULATED") or os.environ.get("GRPO_MC_TEST_CUDA"))
+"""True in a run over the CUDA kernels, here or on a GPU: their drivers check no values, which would wait for it."""
 
 
 def library() -> Path:

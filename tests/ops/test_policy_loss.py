@@ -11,8 +11,9 @@ import torch
 from grpo_mc import ops
 from grpo_mc.ops.policy_loss import METRICS
 from grpo_mc.ops.reference.policy_loss import AGGREGATIONS, KINDS
+from helpers import cuda_emulator
 from helpers.compare import assert_close
-from helpers.policy_loss import BASE, make, run, without
+from helpers.policy_loss import BASE, compare, make, run, without
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
@@ -209,8 +210,6 @@ def test_metrics_carry_no_gradient() -> None:
         ({"aggregation": "sequence_mean_token_mean"}, "needs cu_seqlens"),
         ({"aggregation": "group_mean", "cu_seqlens": torch.tensor([0, 8])}, "needs sequence_groups"),
         ({"aggregation": "sequence_mean_token_sum_norm", "cu_seqlens": torch.tensor([0, 8])}, "norm_length >= 1"),
-        ({"cu_seqlens": torch.tensor([0, 7])}, "from 0 to 7"),
-        ({"cu_seqlens": torch.tensor([0, 9, 8])}, r"cu_seqlens\[2\] is 8 after 9"),
         ({"cu_seqlens": torch.tensor([0, 8]), "sequence_groups": torch.tensor([1, 2])}, "holds 1 sequences"),
         ({"advantages": torch.zeros(2)}, "advantages is"),
         ({"logprobs": torch.zeros(8, dtype=torch.bfloat16)}, "logprobs are BFloat16"),
@@ -221,3 +220,60 @@ def test_user_mistakes_are_value_errors(change: dict[str, Any], message: str) ->
     plain = {n: torch.zeros(8) for n in ("logprobs", "old_logprobs", "advantages")}
     with pytest.raises(ValueError, match=message):
         ops.policy_loss(**{**plain, "loss_mask": torch.ones(8, dtype=torch.bool), **BASE, **change})
+
+
+@pytest.mark.parametrize("kind", ("gspo", "gspo_token", "clip"))
+@pytest.mark.parametrize(
+    "starts, message",
+    [
+        ([0, 7], "from 0 to 7"),
+        ([1, 8], "from 1 to 8"),
+        ([0, 9], "from 0 to 9"),
+        ([0], "from 0 to 0"),
+        ([0, 9, 8], r"cu_seqlens\[2\] is 8 after 9"),
+        ([0, 5, 3, 8], r"cu_seqlens\[2\] is 3 after 5"),
+        ([0, -(2**40), 2**40, 8], rf"cu_seqlens\[1\] is -{2**40} after 0"),
+    ],
+)
+def test_offsets_that_make_no_sense_are_an_error_or_on_a_gpu_nan(kind: str, starts: list[int], message: str) -> None:
+    plain = {n: torch.zeros(8) for n in ("old_logprobs", "advantages")}
+    logprobs = torch.zeros(8, requires_grad=True)
+    options = {**BASE, "kind": kind, "aggregation": "sequence_mean_token_mean", "cu_seqlens": torch.tensor(starts)}
+
+    def call() -> torch.Tensor:
+        return ops.policy_loss(logprobs, loss_mask=torch.ones(8, dtype=torch.bool), **plain, **options).loss
+
+    if not cuda_emulator.IS_USED:
+        with pytest.raises(ValueError, match=message):
+            call()
+        return
+    loss = call()
+    loss.backward()
+    assert math.isnan(float(loss.detach())) and bool(logprobs.grad.isnan().any())
+
+
+@pytest.mark.parametrize("bad", (-1.0, math.nan, math.inf))
+def test_a_denominator_that_is_no_count_is_an_error_or_on_a_gpu_nan(bad: float) -> None:
+    zeros, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    options = {**BASE, "denominator": bad}
+    if not cuda_emulator.IS_USED:
+        with pytest.raises(ValueError, match=f"denominator is {bad:g}; it must be a finite count"):
+            ops.policy_loss(zeros, zeros, zeros, mask, **options)
+        return
+    assert math.isnan(float(ops.policy_loss(zeros, zeros, zeros, mask, **options).loss))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_address_and_many_parts(kind: str, dtype: torch.dtype) -> None:
+    """Tensors that start in the middle of sixteen bytes, and more tokens than one block of threads sums."""
+    inputs = make([1, 700, 1500, 2, 3, 1100, 0, 17], dtype)
+    shifted = {
+        k: torch.cat([v[:1], v])[1:] if isinstance(v, torch.Tensor) and len(v) == len(inputs["logprobs"]) else v
+        for k, v in inputs.items()
+    }
+    assert shifted["advantages"].data_ptr() % 16 != 0
+    options = {**BASE, "kind": kind, "aggregation": "group_mean", "kl": "k3", "beta": 0.1, "entropy_coef": 0.01}
+    want, got = (run(ops.policy_loss, x, **options) for x in (inputs, shifted))
+    assert all(torch.equal(got[k], want[k]) for k in want)
+    compare(shifted, 1e-12 if dtype == torch.float64 else 1e-5, **options)
