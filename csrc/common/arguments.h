@@ -164,6 +164,28 @@ struct CodeDequantize {
 
 constexpr int64_t kCodesMaxBlock = 4096;
 
+// The numbers of one Adam step, see common/adam.h.
+struct AdamFactors {
+  float grad;          // clip_coef / grad_scale
+  float decay;         // 1 - lr * weight_decay
+  float rest1;         // 1 - beta1
+  float beta2, rest2;  // rest2: 1 - beta2
+  float step_size;     // lr / (1 - beta1^step)
+  float root;          // 1 / sqrt(1 - beta2^step)
+  float eps;
+};
+
+// n entries of one tensor. Everything is contiguous.
+struct AdamStep {
+  float* params;
+  const void* grads;           // float, or bfloat16
+  float *exp_avg, *exp_avg_sq;
+  uint16_t* out;               // bfloat16 copy of the new parameters; nullptr: none
+  int64_t n;
+  AdamFactors factors;
+  Element dtype;               // of grads
+};
+
 enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
 enum class KlKind : int { kNone, kK1, kK2, kK3 };
 enum class KlGradient : int { kDirect, kK2, kImportance };

@@ -25,6 +25,7 @@ namespace grpo_mc {
   double moe_dot_row(const void* a, const void* b, int64_t width, Element dtype);                            \
   void quantize_code_block(const CodeQuantize& p, int64_t index);                                            \
   void dequantize_code_block(const CodeDequantize& p, int64_t index);                                        \
+  void adam_step_range(const AdamStep& p, int64_t begin, int64_t end);                                       \
   void rms_norm_row(const float* x, const float* weight, float* out, int64_t width, double eps);             \
   PolicySums policy_loss_chunk(const PolicyTokens& tokens, Element dtype, int64_t begin, int64_t end);       \
   }

@@ -20,6 +20,7 @@ struct CudaKernels {
   Launcher<TokenStats> token_logprobs;
   Launcher<TokenGrads> token_logprobs_backward;
   Launcher<PolicyCall> policy_loss;
+  Launcher<AdamStep> adam_step;
 };
 
 }  // namespace grpo_mc

@@ -22,6 +22,7 @@ void* current_stream(const at::Device& device);
 template <typename Arguments>
 void launch(const char* op, Launcher<Arguments> CudaKernels::* launcher, const Arguments& arguments, const at::Tensor& x) {
   const Launcher<Arguments> run = cuda_kernels(op).*launcher;
+  TORCH_CHECK_NOT_IMPLEMENTED(run != nullptr, op, ": has no CUDA kernel in this version; call it with CPU tensors");
   const c10::OptionalDeviceGuard guard(x.is_cuda() ? std::optional<at::Device>(x.device()) : std::nullopt);
   const char* problem = run(arguments, current_stream(x.device()));
   TORCH_CHECK(problem == nullptr, op, ": the CUDA kernel could not be launched: ", problem);

@@ -6,6 +6,7 @@ groups or files.
 
 from __future__ import annotations
 
+from grpo_mc.ops.adam import AdamState, adam_state, adam_step
 from grpo_mc.ops.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, fp8_grouped_wgrad, quantize_fp8
 from grpo_mc.ops.group_advantages import group_advantages
 from grpo_mc.ops.int4 import Int4Error, dequantize_int4, int4_error, quantize_int4
@@ -20,9 +21,12 @@ from grpo_mc.ops.row_linear import row_linear
 from grpo_mc.ops.token_logprobs import token_logprob_stats, token_logprobs, token_logprobs_backward
 
 __all__ = [
+    "AdamState",
     "Int4Error",
     "OperatorsMissing",
     "PolicyLoss",
+    "adam_state",
+    "adam_step",
     "dequantize_fp8",
     "dequantize_int4",
     "dequantize_int8",

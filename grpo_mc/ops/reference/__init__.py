@@ -7,6 +7,7 @@ operators with them, benchmarks take them as the baseline.
 
 from __future__ import annotations
 
+from grpo_mc.ops.reference.adam import adam_step
 from grpo_mc.ops.reference.fp8 import dequantize_fp8, fp8_gemm, fp8_grouped_gemm, fp8_grouped_wgrad, quantize_fp8
 from grpo_mc.ops.reference.group_advantages import group_advantages
 from grpo_mc.ops.reference.int4 import dequantize_int4, quantize_int4
@@ -20,6 +21,7 @@ from grpo_mc.ops.reference.row_linear import row_linear
 from grpo_mc.ops.reference.token_logprobs import token_logprob_stats, token_logprobs, token_logprobs_backward
 
 __all__ = [
+    "adam_step",
     "dequantize_fp8",
     "dequantize_int4",
     "dequantize_int8",
