@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_mc import ops
 from grpo_mc.ops import reference
-from helpers.compare import assert_close
+from helpers.compare import assert_close, relative_error
 
 TOKENS = (128, 1)
 COUNTS = [[0], [0, 0, 70], [128, 0, 127, 129, 1], [3, 9, 0, 5], [1] * 64, [600, 0], [256, 128], [260, 5, 131]]
@@ -292,3 +292,77 @@ def test_random_shapes(
     got = ops.fp8_grouped_wgrad(*quantized, offsets)
     assert isinstance(want, Tensor) and isinstance(got, Tensor)
     assert_close(got, want, 3e-6, (counts, n, k))
+
+
+def laid_out(x: Tensor, layout: tuple[int, int, int, bool]) -> Tensor:
+    """x with its entries elsewhere: steps between rows and columns, an offset, axes turned; 0xff in the gaps."""
+    row_step, column_step, start, turned = layout
+    source = x.t() if turned else x
+    rows, columns = source.shape
+    wide = torch.full((rows * row_step + 1, columns * column_step + start + 9, x.element_size()), 0xFF).byte()
+    space = wide.view(x.dtype).squeeze(-1)
+    view = space[: rows * row_step : row_step, start : start + columns * column_step : column_step]
+    view.copy_(source)
+    return view.t() if turned else view
+
+
+LAYOUT = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(0, 9), st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=4), st.integers(0, 40), st.integers(0, 40), st.integers(0, 3),
+    st.lists(LAYOUT, min_size=5, max_size=5), st.integers(0, 2**31),
+)  # fmt: skip
+def test_random_strides(counts: list[int], n: int, k: int, before: int, layouts: list[Any], seed: int) -> None:
+    """Operands, scales and what is added to lie anyhow: the bits are those of adjacent ones, and no gap is touched.
+
+    Up to 8 outputs are summed in another order where x has its tokens adjacent.
+    """
+    *operands, offsets = wgrad_operands(counts, n, k, before=before, after=2)
+    start = normal(len(counts), n, k, seed=seed)
+    want = ops.fp8_grouped_wgrad(*operands, offsets, accumulate_into=start.clone())
+    assert isinstance(want, Tensor)
+    exact = reference.fp8_grouped_wgrad(*operands, offsets, out_dtype=torch.float64)
+    assert isinstance(exact, Tensor)
+    assert_close(want, start.double() + exact, 3e-6, (counts, n, k))
+    moved = [laid_out(each, layout) for each, layout in zip(operands, layouts, strict=False)]
+    row_step, _, first, _ = layouts[4]
+    into = [laid_out(each, (row_step, 1, first, False)) for each in start]
+    spaces = [torch.as_strided(each, (each.untyped_storage().nbytes() // 4,), (1,), 0) for each in into]
+    gaps = [space.isnan() for space in spaces]
+    ops.fp8_grouped_wgrad(*moved, offsets, accumulate_into=into)
+    for each, space, gap, target in zip(into, spaces, gaps, want, strict=True):
+        assert torch.equal(space.isnan(), gap)
+        assert torch.equal(each, target) if n > 8 else relative_error(each, target) <= 3e-6
+
+
+@pytest.mark.parametrize("m, n, k", [(7, 40, 700), (150, 260, 513), (516, 33, 1024)])
+def test_every_row_and_block_has_a_scale_of_its_own(m: int, n: int, k: int) -> None:
+    """No two scales of an operand are alike, so whichever is taken for another shows."""
+
+    def own(scale: Tensor, seed: int) -> Tensor:
+        order = torch.randperm(scale.numel(), generator=torch.Generator().manual_seed(seed))
+        return ((1.0 + order / scale.numel()) / 16).view(scale.shape)
+
+    for tile in ((128, 128), (1, 128)):
+        a, a_scale = ops.quantize_fp8(normal(m, k))
+        b, b_scale = ops.quantize_fp8(normal(n, k, seed=1), tile=tile)
+        dense = (a, own(a_scale, 1), b, own(b_scale, 2))
+        want = reference.fp8_gemm(*dense, out_dtype=torch.float64)
+        assert_close(ops.fp8_gemm(*dense, out_dtype=torch.float32), want, 3e-6, ("gemm", tile))
+        offsets = offsets_of([m // 3, 0, m - m // 3])
+        grouped = (
+            *dense[:2],
+            b.view(torch.uint8).expand(3, n, k).view(b.dtype),
+            own(b_scale.expand(3, *b_scale.shape), 3),
+        )
+        want = reference.fp8_grouped_gemm(*grouped, offsets, out_dtype=torch.float64)
+        assert_close(ops.fp8_grouped_gemm(*grouped, offsets, out_dtype=torch.float32), want, 3e-6, ("grouped", tile))
+    offsets = offsets_of([k // 3, 0, k - k // 3])
+    grad, grad_scale = ops.quantize_fp8(normal(k, m), tile=TOKENS, offsets=offsets)
+    x, x_scale = ops.quantize_fp8(normal(k, n, seed=1), tile=TOKENS, offsets=offsets)
+    operands = (grad, own(grad_scale, 4), x, own(x_scale, 5), offsets)
+    got, exact = ops.fp8_grouped_wgrad(*operands), reference.fp8_grouped_wgrad(*operands, out_dtype=torch.float64)
+    assert isinstance(got, Tensor) and isinstance(exact, Tensor)
+    assert_close(got, exact, 3e-6, "wgrad")
