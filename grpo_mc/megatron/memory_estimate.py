@@ -5,7 +5,8 @@
                  twice, and the messages both ways, for the parts of the other data-parallel ranks
     optimizer    two float32 moments, plus float32 master weights under bf16; split over dp (distributed optimizer)
     reference    a second copy of the parameters when the KL asks for one
-    activations  what a backward pass keeps for one micro-batch, times the micro-batches in flight (1F1B: up to pp)
+    activations  what a backward pass keeps for one micro-batch, times the micro-batches in flight (1F1B: up to pp);
+                 with model.fp8 the inputs of linear layers as codes, a byte an entry and a scale for 128
     logits       [scored tokens, V / tp] float32, and its gradient; streamed, one chunk of the vocabulary
     KV cache     keys and values of the responses decoded at once and of one prompt for each group
 
@@ -26,6 +27,9 @@ RUNTIME_BYTES = 450_000_000
 """Resident size of a process that has imported torch (CPU build), Megatron-Core and transformers, and built nothing."""
 
 BYTES = {"fp32": 4, "bf16": 2}
+
+CODE_BYTES = 1 + 4 / 128
+"""Of an entry that is kept in FP8, with its part of a float32 scale; see fp8_linear."""
 
 
 class Architecture(Protocol):
@@ -65,6 +69,8 @@ class Layout:
     dp: int = 1
     dtype: str = "fp32"
     """"fp32" or "bf16"."""
+    fp8: bool = False
+    """Linear layers and experts multiply in FP8 and keep their inputs so."""
     grad_compression: str = "none"
     """"none", "int8" or "int4"."""
     sequence_parallel: bool = False
@@ -90,6 +96,7 @@ def run_layout(config: Config) -> Layout:
         tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp or 1, cp=p.cp, dp=p.dp or 1,
         dtype=config.model.dtype,
         grad_compression=p.grad_compression,
+        fp8=config.model.fp8 != "none",
         sequence_parallel=bool(p.sequence_parallel),
         recompute=config.model.recompute == "full",
         streamed_logprobs=config.model.logprobs == "streamed",
@@ -205,21 +212,28 @@ def _activation_bytes(arch: Architecture, layout: Layout, tokens: int, item: int
     """What one micro-batch keeps on one rank for its backward pass, without the output layer."""
     layers = -(-arch.num_layers // layout.pp)
     tokens = -(-tokens // layout.cp)
-    # Per token and layer: both norms' inputs and outputs; q, k, v before and after the rotation; attention's output;
-    # gate, up and their product.
-    hidden = 4 * arch.hidden_size
-    split_hidden = hidden / layout.tp if layout.sequence_parallel else hidden
-    heads = arch.head_dim * (2 * (arch.num_heads + 2 * arch.num_kv_heads) + arch.num_heads) / layout.tp
-    if arch.num_experts:
-        # Dispatched copies of the token, in and out, and the MLP of each expert it goes to.
-        mlp = arch.experts_per_token * (2 * arch.hidden_size + 3 * arch.ffn_hidden_size / layout.etp)
-    else:
-        mlp = 3 * arch.ffn_hidden_size / layout.tp
-    whole_layer = split_hidden + heads + mlp
+    hidden = arch.hidden_size / layout.tp if layout.sequence_parallel else arch.hidden_size
+    kept, inputs = _layer_entries(arch, layout, hidden)
+    layer = item * kept + (CODE_BYTES if layout.fp8 else item) * inputs
     if layout.recompute:
-        layer_input = arch.hidden_size / layout.tp if layout.sequence_parallel else arch.hidden_size
-        return int(item * tokens * (layers * layer_input + whole_layer))
-    return int(item * tokens * layers * whole_layer)
+        return int(tokens * (layers * item * hidden + layer))
+    return int(tokens * layers * layer)
+
+
+def _layer_entries(arch: Architecture, layout: Layout, hidden: float) -> tuple[float, float]:
+    """Numbers that a layer keeps per token, and those it keeps only as inputs of linear layers.
+
+    Together they are both norms' inputs and outputs; q, k, v before and after the rotation; attention's output; gate,
+    up and their product. With experts, dispatched copies of the token, in and out, and the MLP of each expert it goes
+    to; the second norm's output is then the router's input too, which is not in FP8.
+    """
+    qkv = arch.head_dim * 2 * (arch.num_heads + 2 * arch.num_kv_heads) / layout.tp
+    attended = arch.head_dim * arch.num_heads / layout.tp
+    if arch.num_experts:
+        k, ffn = arch.experts_per_token, arch.ffn_hidden_size / layout.etp
+        return 3 * hidden + qkv + k * (arch.hidden_size + 2 * ffn), hidden + attended + k * (arch.hidden_size + ffn)
+    ffn = arch.ffn_hidden_size / layout.tp
+    return 2 * hidden + qkv + 2 * ffn, 2 * hidden + attended + ffn
 
 
 def _decoded_rows(layout: Layout) -> int:

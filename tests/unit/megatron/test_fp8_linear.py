@@ -317,6 +317,33 @@ def test_recompute_changes_no_gradient(family: str, mesh: Any, tiny_model: Calla
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_step_keeps_as_much_less_as_the_memory_estimate_says(
+    family: str, dtype: str, mesh: Any, tiny_model: Callable[..., Path]
+) -> None:
+    from grpo_mc.megatron.memory_estimate import Layout, estimate_memory
+
+    kept, said = [], []
+    for fp8 in ("none", "tile_scaled"):
+        policy = make_policy(tiny_model(family), mesh, TOKEN_MEAN, fp8=fp8, dtype=dtype)
+        batches = make_batches(make_groups([(100, [157])], 264), [(GroupPart(0, (0,)),)], TOKEN_MEAN, mesh)
+        saved: dict[int, Tensor] = {}  # by the address of their memory, which stays taken
+
+        def keep(x: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            saved[x.untyped_storage().data_ptr()] = x
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            policy.backward(batches, denominators_of(batches))
+        for parameter in policy.model.parameters():
+            saved.pop(parameter.untyped_storage().data_ptr(), None)
+        kept.append(sum(x.untyped_storage().nbytes() for x in saved.values()))
+        layout = Layout(dtype=dtype, fp8=fp8 != "none", max_tokens_per_micro_batch=256)  # no layer sees the last token
+        said.append(estimate_memory(policy.model.architecture, layout).activations)
+    assert kept[0] - kept[1] == pytest.approx(said[0] - said[1], rel=0.03)  # each expert has a scale more
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_training_follows_float32(family: str, dtype: str, mesh: Any, tiny_model: Callable[..., Path]) -> None:
     """Twenty steps on one batch: the loss falls as it does without FP8, and all weights are trained."""
     losses = {}

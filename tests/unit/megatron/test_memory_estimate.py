@@ -106,6 +106,19 @@ def test_recompute_keeps_a_layers_input_only() -> None:
     assert full == 4 * 100 * (4 * 8 + 120)
 
 
+def test_fp8_keeps_the_inputs_of_linear_layers_as_codes() -> None:
+    layout = Layout(max_tokens_per_micro_batch=128, fp8=True)
+    # Both norms' outputs 2*8, attention's 8 and the MLP's product 16: 40 bytes and a float32 scale for 128 of each.
+    assert estimate_memory(architecture(), layout).activations == 128 * 4 * 4 * (120 - 40) + 4 * 40 * (128 + 4)
+    recompute = replace(layout, recompute=True)
+    assert estimate_memory(architecture(), recompute).activations == 128 * 4 * (4 * 8 + 120 - 40) + 40 * (128 + 4)
+    # With experts the second norm's output stays; of the two experts' inputs (8) and products (16) the codes are kept.
+    moe, plain = architecture(num_experts=4, experts_per_token=2), replace(layout, fp8=False)
+    saved = estimate_memory(moe, plain).activations - estimate_memory(moe, layout).activations
+    assert saved == 4 * (128 * 4 - 128 - 4) * (8 + 8 + 2 * (8 + 16))
+    assert estimate_memory(architecture(), layout).static == estimate_memory(architecture(), plain).static
+
+
 def test_fewer_rows_at_once_need_less_cache() -> None:
     layout = Layout(num_prompts=8, group_size=8, max_new_tokens=100)
     all_rows = estimate_memory(architecture(), layout)
