@@ -4,7 +4,8 @@ python benchmarks/compressed_reduce_scatter.py [--json | --compare FILE]
 
 Every rank is a host of throttled_hosts with a link of 1 Gbit/s each way. That needs root and iproute2; without, these
 rows are left out and stderr says why. Then the same on this machine's loopback, where nothing is slow but the
-processors, to show what quantising costs: of each call, the time to quantise, for the messages, and to add them up.
+processors, to show what quantising costs: of each call, the time to quantise, for the messages, and to add them up;
+cpu_s is the calling thread's processor time in all of that, for machines that do other things beside.
 
 Baselines: gloo's reduce_scatter_tensor of float32, which in torch 2.13 is an all-reduce of the whole tensor (each rank
 sends 2 (n - 1) / n of it, twice what a reduce-scatter must; baseline_wire_bytes shows which it is); and a float32
@@ -104,11 +105,11 @@ def describe(row: dict[str, Any]) -> str:
 
     parts = {"quantise": row["quantise_s"], "messages": row["transfer_s"], "add up": row["sum_s"]}
     text = "; ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
-    text = f"{bench.describe(row)}\n    {text}; sent {row['message_bytes'] / 1e6:.2f} MB"
+    text += f" (processor {row['cpu_s'] * 1e3:.1f} ms); sent {row['message_bytes'] / 1e6:.2f} MB"
     if row["wire_bytes"] is not None:
         wire, baseline = row["wire_bytes"], row["baseline_wire_bytes"]
         text += f", on the wire {wire / 1e6:.2f} MB against {baseline / 1e6:.2f} MB ({baseline / wire:.2f}x less)"
-    return text
+    return f"{bench.describe(row)}\n    {text}"
 
 
 def report(options: argparse.Namespace) -> None:
