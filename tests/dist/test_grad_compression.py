@@ -113,6 +113,56 @@ def test_a_step_with_a_nan_on_one_rank_changes_nothing_on_any(models: Path) -> N
         assert result == {"found": [(False, True, True), (False, True, True), (True, False, False)], "finite": True}
 
 
+def summed_over_steps(folder: Path, steps: int, thrown_away: dict[int, float]) -> dict[str, Any]:
+    """This rank's part of DDP's gradients, summed over the steps that count, exact and in 4 bits.
+
+    The weights stay (lr is 0), so that both ways see the same gradients; four batches take turns. In some steps rank 1
+    writes a number that is not finite over an entry of its gradient, in rank 0's part and in its own in turn.
+    """
+    from helpers.tiny_policy import train_step
+
+    found: dict[str, Any] = {"undone": []}
+    for compression in ("none", "int4"):
+        mesh, policy = _policy(folder / "llama", compression)
+        policy.clip_grad = 0.0  # which would scale the buffer
+        (buffer,) = policy.ddp.buffers
+        (group,) = policy.ddp.bucket_groups
+        start, bad = group.start_grad_sync, []
+
+        def poison_and_start(
+            *args: Any, start: Any = start, buffer: Any = buffer, bad: list[Any] = bad, **options: Any
+        ) -> None:
+            for at, number in bad if mesh.rank == 1 else []:
+                buffer.grad_data[at] = number
+            start(*args, **options)
+
+        group.start_grad_sync = poison_and_start
+        total = torch.zeros(len(buffer.grad_data) // 2, dtype=torch.float64)
+        for step in range(steps):
+            if step in thrown_away:
+                bad[:] = [((step % 2) * len(total) + 3, thrown_away[step])]
+                before = _error(policy) if compression != "none" else []
+                with pytest.raises(AssertionError):  # train_step's, for a step without an update
+                    train_step(policy, mesh, step % 4, 0.0)
+                if compression != "none":
+                    found["undone"].append(_same(before, _error(policy)))
+                bad.clear()
+            train_step(policy, mesh, step % 4, 0.0)
+            total += buffer.grad_data.view(2, -1)[mesh.rank]
+        found[compression] = total
+        policy.close()
+    return found
+
+
+def test_the_sum_of_64_steps_through_ddp_is_exact_though_some_were_thrown_away(models: Path) -> None:
+    """Relative squared error at most 1e-4; a step with a NaN or an infinity leaves what was left over as it was."""
+    thrown_away = {5: float("nan"), 20: float("inf"), 41: float("-inf"), 62: float("nan")}
+    results = run_distributed(summed_over_steps, 2, models, 64, thrown_away, timeout_s=200)
+    assert all(result["undone"] == [True] * 4 for result in results)
+    got, exact = (torch.cat([result[name] for result in results]) for name in ("int4", "none"))
+    assert 0 < relative_error(got, exact) ** 2 <= 1e-4
+
+
 def resumed(folder: Path, scratch: Path) -> dict[str, Any]:
     """Save, step; load into a new policy, the same step: equal? And into other formats."""
     from grpo_mc.megatron.checkpoint import load_checkpoint, save_checkpoint
