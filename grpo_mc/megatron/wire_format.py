@@ -1,4 +1,14 @@
-"""How a part of a tensor looks on its way to another rank: the codes of its blocks, then their scales, as bytes."""
+"""How a part of a tensor looks on its way to another rank: the codes of its blocks, then their scales, as bytes.
+
+A part of n entries has B = ceil(n / block) blocks, the last one filled up with zeros. Its message is
+
+    codes     B * block * bits / 8 bytes    4 bits: two entries a byte, the first in the low half, each q + 8, where q
+                                            is -7 to 7; 8 bits: q as int8, -127 to 127
+    scales    B * 4 bytes                   float32 in the machine's byte order; NaN = the block was not finite
+
+and nothing else: both sides know n and the format, so there is no header. With blocks of 128 an entry takes 4.25 or
+8.25 bits, 7.5 or 3.9 times less than float32. A block stands for q * scale, transformed back where hadamard is set.
+"""
 
 from __future__ import annotations
 
