@@ -186,6 +186,26 @@ struct AdamStep {
   Element dtype;               // of grads
 };
 
+enum class AdvantageScale : int { kStd, kLeaveOneOutStd, kBatchStd, kNone };
+
+struct AdvantageOptions {
+  double eps, ddof;
+  AdvantageScale scale;
+  bool leave_one_out;
+};
+
+// Advantages on a GPU. The rollouts sorted by group: order[i] has the group ids[i].
+struct GroupAdvantages {
+  const void* rewards;  // [count] float or double, by rollout as the rest
+  const bool* valid;    // nullptr: all
+  const int64_t *ids, *order;
+  void* out;
+  double* batch_std;    // memory for one number where the scale needs it, else nullptr
+  int64_t count;
+  AdvantageOptions options;
+  Element dtype;
+};
+
 enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
 enum class KlKind : int { kNone, kK1, kK2, kK3 };
 enum class KlGradient : int { kDirect, kK2, kImportance };

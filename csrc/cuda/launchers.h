@@ -9,5 +9,6 @@ const char* rms_norm(const RmsNorm& p, void* stream);
 const char* token_logprobs(const TokenStats& p, void* stream);
 const char* token_logprobs_backward(const TokenGrads& p, void* stream);
 const char* policy_loss(const PolicyCall& p, void* stream);
+const char* group_advantages(const GroupAdvantages& p, void* stream);
 
 }  // namespace grpo_mc::cuda

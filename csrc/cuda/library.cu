@@ -12,6 +12,7 @@ const grpo_mc::CudaKernels* grpo_mc_cuda_kernels() {
       .token_logprobs = grpo_mc::cuda::token_logprobs,
       .token_logprobs_backward = grpo_mc::cuda::token_logprobs_backward,
       .policy_loss = grpo_mc::cuda::policy_loss,
+      .group_advantages = grpo_mc::cuda::group_advantages,
   };
   return &kernels;
 }

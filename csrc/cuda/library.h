@@ -21,6 +21,7 @@ struct CudaKernels {
   Launcher<TokenGrads> token_logprobs_backward;
   Launcher<PolicyCall> policy_loss;
   Launcher<AdamStep> adam_step;
+  Launcher<GroupAdvantages> group_advantages;
 };
 
 }  // namespace grpo_mc

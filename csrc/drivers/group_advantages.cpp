@@ -1,4 +1,7 @@
-// group_advantages on the CPU: float64 statistics of each group in two passes, the groups found by id.
+// group_advantages: float64 statistics of each group in two passes, the groups found by sorting the ids. The formulas are in
+// common/group_advantages.h.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sort.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -9,7 +12,9 @@
 #include <string_view>
 #include <vector>
 
+#include "common/group_advantages.h"
 #include "drivers/checks.h"
+#include "drivers/device.h"
 #include "drivers/parallel.h"
 
 namespace grpo_mc {
@@ -17,15 +22,6 @@ namespace {
 
 using at::Tensor;
 constexpr const char* kOp = "group_advantages";
-// leave_one_out_std divides only where the std of the others is above eps and above this fraction of the group's std.
-constexpr double kLeaveOneOutFloor = 1e-3;
-
-struct Options {
-  bool leave_one_out;
-  std::string_view scale;
-  int64_t ddof;
-  double eps;
-};
 
 double mean_of(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
@@ -37,59 +33,61 @@ double squares_around(const std::vector<double>& values, double mean) {
   return total;
 }
 
-double std_of(const std::vector<double>& values, int64_t ddof) {
-  const int64_t count = static_cast<int64_t>(values.size()) - ddof;
-  return count < 1 ? 0.0 : std::sqrt(squares_around(values, mean_of(values)) / static_cast<double>(count));
-}
-
-// std (ddof 1) of all values but one, from the deviations of the whole group: sum of squares around the others' mean.
-double std_of_others(double squares, double deviation, double n) {
-  if (n < 3) return 0.0;
-  const double others = squares - deviation * deviation * n / (n - 1);
-  return others > 0 ? std::sqrt(others / (n - 2)) : 0.0;
-}
-
 // Replaces the rewards of one group of at least two, not all equal, by their advantages.
-void one_group(std::vector<double>& r, const Options& options, double batch_std) {
-  const double n = static_cast<double>(r.size()), mean = mean_of(r), squares = squares_around(r, mean);
-  const double divisor = options.scale == "std" ? std_of(r, options.ddof) + options.eps
-                         : options.scale == "batch_std" ? batch_std + options.eps
-                                                        : 1.0;
-  const double floor = std::max(options.eps, kLeaveOneOutFloor * std::sqrt(squares / n));
-  for (double& value : r) {
-    const double deviation = value - mean;
-    // r_i minus the mean of the others is n / (n - 1) times r_i minus the mean of all.
-    value = options.leave_one_out ? deviation * n / (n - 1) : deviation;
-    if (options.scale != "leave_one_out_std") {
-      value /= divisor;
-      continue;
-    }
-    const double others = std_of_others(squares, deviation, n);
-    if (others > floor) value /= others + options.eps;
-  }
+void one_group(std::vector<double>& r, const AdvantageOptions& options, double batch_std) {
+  const double mean = mean_of(r);
+  const AdvantageGroup group(static_cast<double>(r.size()), mean, squares_around(r, mean), options, batch_std);
+  for (double& value : r) value = group.advantage(value, options);
 }
 
 void check(const Tensor& rewards, const Tensor& group_ids, const std::optional<Tensor>& valid, std::string_view baseline,
-           const Options& options) {
+           std::string_view scale, int64_t ddof, double eps) {
   TORCH_CHECK_VALUE(rewards.dim() == 1 && (rewards.scalar_type() == at::kFloat || rewards.scalar_type() == at::kDouble), kOp,
                     ": rewards are ", rewards.scalar_type(), rewards.sizes(), "; they must be Float or Double [N]");
   check_vector(kOp, "group_ids", group_ids, rewards.size(0), at::kLong);
   if (valid.has_value()) check_vector(kOp, "valid", *valid, rewards.size(0), at::kBool);
   TORCH_CHECK_VALUE(baseline == "mean" || baseline == "leave_one_out", kOp, ": baseline is '", baseline,
                     "'; use mean or leave_one_out");
-  const std::string_view scale = options.scale;
   TORCH_CHECK_VALUE(scale == "std" || scale == "leave_one_out_std" || scale == "batch_std" || scale == "none", kOp,
                     ": scale is '", scale, "'; use std, leave_one_out_std, batch_std or none");
-  TORCH_CHECK_VALUE(options.ddof == 0 || options.ddof == 1, kOp, ": ddof is ", options.ddof,
+  TORCH_CHECK_VALUE(ddof == 0 || ddof == 1, kOp, ": ddof is ", ddof,
                     "; use 0 (population std) or 1 (sample std)");
-  TORCH_CHECK_VALUE(options.eps >= 0 && std::isfinite(options.eps), kOp, ": eps is ", options.eps,
+  TORCH_CHECK_VALUE(eps >= 0 && std::isfinite(eps), kOp, ": eps is ", eps,
                     "; it must be finite and at least 0");
+}
+
+AdvantageScale scale_of(std::string_view scale) {
+  return scale == "std"                 ? AdvantageScale::kStd
+         : scale == "leave_one_out_std" ? AdvantageScale::kLeaveOneOutStd
+         : scale == "batch_std"         ? AdvantageScale::kBatchStd
+                                        : AdvantageScale::kNone;
+}
+
+Tensor on_cuda(const Tensor& rewards, const Tensor& group_ids, const std::optional<Tensor>& valid, const AdvantageOptions& options) {
+  const Tensor values = rewards.contiguous(), out = at::empty({rewards.numel()}, rewards.options());
+  if (out.numel() == 0) return out;
+  const Tensor usable = valid.has_value() ? valid->contiguous() : Tensor();
+  const auto [ids, order] = at::sort(group_ids, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const Tensor batch_std = options.scale == AdvantageScale::kBatchStd ? at::empty({1}, rewards.options().dtype(at::kDouble)) : Tensor();
+  GroupAdvantages p{};
+  p.rewards = values.const_data_ptr();
+  p.valid = usable.defined() ? usable.const_data_ptr<bool>() : nullptr;
+  p.ids = ids.const_data_ptr<int64_t>();
+  p.order = order.const_data_ptr<int64_t>();
+  p.out = out.mutable_data_ptr();
+  p.batch_std = batch_std.defined() ? batch_std.mutable_data_ptr<double>() : nullptr;
+  p.count = rewards.numel();
+  p.options = options;
+  p.dtype = rewards.scalar_type() == at::kDouble ? Element::kDouble : Element::kFloat;
+  launch(kOp, &CudaKernels::group_advantages, p, rewards);
+  return out;
 }
 
 Tensor group_advantages(const Tensor& rewards, const Tensor& group_ids, const std::optional<Tensor>& valid,
                         std::string_view baseline, std::string_view scale, int64_t ddof, double eps) {
-  const Options options{baseline == "leave_one_out", scale, ddof, eps};
-  check(rewards, group_ids, valid, baseline, options);
+  check(rewards, group_ids, valid, baseline, scale, ddof, eps);
+  const AdvantageOptions options{eps, static_cast<double>(ddof), scale_of(scale), baseline == "leave_one_out"};
+  if (runs_on_cuda(rewards)) return on_cuda(rewards, group_ids, valid, options);
   const Tensor wide = rewards.to(at::kDouble).contiguous(), ids = group_ids.contiguous();
   const Tensor usable = valid.has_value() ? valid->contiguous() : Tensor();
   const double* reward = wide.const_data_ptr<double>();
@@ -103,7 +101,7 @@ Tensor group_advantages(const Tensor& rewards, const Tensor& group_ids, const st
     rows.push_back(i);
     all.push_back(reward[i]);
   }
-  const double batch_std = scale == "batch_std" && !all.empty() ? std_of(all, ddof) : 0.0;
+  const double batch_std = std_of_squares(all.empty() ? 0.0 : squares_around(all, mean_of(all)), static_cast<double>(all.size()), options.ddof);
   std::stable_sort(rows.begin(), rows.end(), [&](int64_t a, int64_t b) { return id[a] < id[b]; });
   std::vector<int64_t> starts;
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -130,6 +128,6 @@ Tensor group_advantages(const Tensor& rewards, const Tensor& group_ids, const st
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) { m.impl("group_advantages", group_advantages); }
+GRPO_MC_OPERATORS(m) { m.impl("group_advantages", group_advantages); }
 
 }  // namespace grpo_mc

@@ -5,7 +5,8 @@
 
 b_i and std are statistics of the valid rollouts of the group (batch_std: std of the valid rollouts of the call), in
 float64 and in two passes, so that rewards with a large common offset lose nothing. There is no gradient: rewards are
-data. Quantile clipping of rewards is a step before this one, in grpo_mc.algorithms.
+data. Quantile clipping of rewards is a step before this one, in grpo_mc.algorithms. CPU and GPU add in different orders
+and may differ by float64's rounding; each gives the same result on every run.
 
 Sources: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783 (scale "none"), RLOO 2402.14740 (baseline "leave_one_out").
 """

@@ -18,6 +18,7 @@ from helpers import cuda_emulator
 
 TESTS = Path(__file__).resolve().parents[1]
 FAMILIES = {
+    "group_advantages": [],
     "rms_norm": [],
     "token_logprobs": [],
     "policy_loss": [],

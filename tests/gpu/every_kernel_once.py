@@ -39,6 +39,8 @@ def main() -> None:
     ops.linear_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets).sum().backward()
     groups = torch.arange(ROWS, device="cuda") // 4
     advantages = ops.group_advantages(x[:, 0], groups, baseline="mean", scale="std", ddof=0, eps=1e-4)
+    for scale in ("std", "leave_one_out_std", "batch_std", "none"):
+        ops.group_advantages(x[:, 0].double(), groups, scale=scale, valid=groups > 2)
     policy_losses(logprobs.detach(), advantages)
     cache, tables = torch.randn(8, 16, 2, 32, device="cuda"), torch.arange(8, device="cuda").view(2, 4).int()
     ops.paged_attention(
