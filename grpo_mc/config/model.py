@@ -19,9 +19,10 @@ class ModelConfig(Section):
     """Compute precision of the forward and backward passes. Main weights and log-probs stay float32."""
     fp8: Literal["none", "tile_scaled"] = "none"
     """"tile_scaled" multiplies the linear layers and experts in FP8 (e4m3, a scale per tile of 128) in training and
-    scoring, also of the reference. Embedding, output layer, norms, router and attention stay in `dtype`, and so do the
-    weights; sampling uses those, so its log-probs are apart by FP8's rounding (metric mismatch/logprob_abs_diff), which
-    algorithm.correction can weigh."""
+    scoring, also of the reference, and keeps their inputs so for the backward pass. Sizes need be no multiples of 128.
+    Embedding, output layer, norms, router and attention stay in `dtype`, and so do weights and checkpoints. Sampling
+    and evaluation multiply by the weights as they are, in `dtype`. The ratio has FP8 on both sides; sampling's
+    log-probs are apart by its rounding: mismatch/logprob_abs_diff tells how far, algorithm.correction weighs it."""
     tokenizer: ModelPath | None = None
     """A folder with tokenizer.json, or "package:NAME"; null = the model's own."""
     cache_dir: InputPath | None = None

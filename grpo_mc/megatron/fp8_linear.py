@@ -29,8 +29,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_mc.ops import fp8_gemm, quantize_fp8
+from grpo_mc.ops.loader import implements
 
 WEIGHT_TILE, TOKEN_TILE = (128, 128), (128, 1)
+
+OPERATORS = ("quantize_fp8", "fp8_gemm_")
+"""What the layers here need of a device."""
+EXPERT_OPERATORS = (*OPERATORS, "fp8_grouped_gemm_", "fp8_grouped_wgrad_")
+"""What a model with experts needs."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,20 @@ class TileScaledLinear(torch.nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
         return tile_scaled_linear(x, self.weight, self.bias, adds_to_main_grad=self.gradient_accumulation_fusion)
+
+
+def check_device(device: torch.device, *, has_experts: bool) -> None:
+    """Refuses a device on which the products have no implementation, before a model is built there.
+
+    Raises:
+        ValueError: Names the operators that are missing.
+    """
+    needed = EXPERT_OPERATORS if has_experts else OPERATORS
+    missing = [name for name in needed if not implements(name, device.type)]
+    if missing:
+        raise ValueError(
+            f"model.fp8 is tile_scaled, but {', '.join(missing)} cannot run on {device.type}; set model.fp8=none"
+        )
 
 
 class _TileScaled:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from grpo_mc.megatron.fp8_linear import check_device
 from grpo_mc.megatron.hf_config import ModelArchitecture
 from grpo_mc.megatron.layer_spec import block_spec
 from grpo_mc.megatron.layout import AttentionLayout
@@ -132,12 +133,14 @@ def build_model(architecture: ModelArchitecture, mesh: Mesh, config: PolicyConfi
     """This rank's stage of the model, with Megatron-Core's random initial weights.
 
     Raises:
-        ValueError: pp does not divide the layers.
+        ValueError: pp does not divide the layers, or the device has no FP8 products and they are asked for.
     """
     if architecture.num_layers % mesh.pp:
         raise ValueError(
             f"parallel.pp is {mesh.pp} but the model has {architecture.num_layers} layers; pp must divide the layers"
         )
+    if config.tile_scaled:
+        check_device(mesh.device, has_experts=bool(architecture.num_experts))
     spec = block_spec(
         num_layers=architecture.num_layers // mesh.pp,
         num_experts=architecture.num_experts,

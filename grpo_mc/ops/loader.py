@@ -79,6 +79,12 @@ def load() -> None:
             warnings.warn(f"grpo_mc.ops: CUDA operators are off, {CUDA_LIBRARY} does not load: {error}", stacklevel=2)
 
 
+def implements(operator: str, device: str) -> bool:
+    """Whether an operator of csrc/ops.cpp has an implementation for a type of device ("cpu", "cuda")."""
+    load()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"grpo_mc::{operator}", device.upper())
+
+
 def info() -> dict[str, object]:
     """What is loaded: package version, torch built against and running, devices, CPU code chosen, threads.
 

@@ -304,6 +304,21 @@ def test_a_models_gradients_are_near_those_in_float32(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_score_does_not_depend_on_the_batch(family: str, mesh: Any, tiny_model: Callable[..., Path]) -> None:
+    """So the ratio of an unchanged policy is 1, though scoring and training cut a batch in ways of their own.
+
+    Experts see few or many rows here, which are summed in different orders: a code may flip, no more.
+    """
+    policy = make_policy(tiny_model(family, num_hidden_layers=4), mesh, TOKEN_MEAN, fp8="tile_scaled")
+    groups = make_groups([(5, [4, 7, 9]), (12, [40, 50, 41])], 264)
+    parts = [GroupPart(group, (sample,)) for group in (0, 1) for sample in (0, 1, 2)]
+    plans = [[(GroupPart(0, (0, 1, 2)), GroupPart(1, (0, 1, 2)))], [(part,) for part in parts]]
+    together, alone = (np.concatenate(policy.logprobs(make_batches(groups, plan, TOKEN_MEAN, mesh))) for plan in plans)
+    assert len(together) == 151
+    assert np.abs(together - alone).max() < 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_recompute_changes_no_gradient(family: str, mesh: Any, tiny_model: Callable[..., Path]) -> None:
     found = []
     for recompute in ("none", "full"):
@@ -376,6 +391,15 @@ def test_sampling_uses_the_weights_as_they_are(family: str, mesh: Any, tiny_mode
         responses = engine.generate(make_requests([4, 9], 2), SamplingParams(temperature=1.0, max_new_tokens=6))
         found.append((tokens_of(responses), [list(each.logprobs) for each in responses]))
     assert found[0] == found[1]
+
+
+def test_a_device_without_the_products_is_refused_before_the_model_is_built(
+    mesh: Any, tiny_model: Callable[..., Path]
+) -> None:
+    elsewhere = replace(mesh, device=torch.device("xpu"))
+    for family, operators in (("llama", "quantize_fp8, fp8_gemm_ cannot"), ("mixtral", "fp8_grouped_wgrad_ cannot")):
+        with pytest.raises(ValueError, match=f"{operators} run on xpu; set model.fp8=none"):
+            load_policy(tiny_model(family), elsewhere, fp8="tile_scaled")
 
 
 def test_only_the_layers_products_are_in_fp8(mesh: Any, tiny_model: Callable[..., Path]) -> None:
