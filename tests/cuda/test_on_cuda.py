@@ -24,6 +24,19 @@ def test_what_an_operator_writes_and_returns_comes_back() -> None:
     assert torch.equal(out, ops.dequantize_int4(codes, scale, shape=(3, 50)) + 1)
 
 
+def test_a_list_that_an_operator_writes_comes_back() -> None:
+    draw, offsets = torch.Generator().manual_seed(0), torch.tensor([0, 3, 7])
+    operands = [
+        part
+        for columns in (5, 4)
+        for part in ops.quantize_fp8(torch.randn(7, columns, generator=draw), tile=(128, 1), offsets=offsets)
+    ]
+    out, operator = list(torch.ones(2, 5, 4).unbind()), torch.ops.grpo_mc.fp8_grouped_wgrad_.default
+    assert on_cuda.carried(operator, operator._schema, "cpu")(out, *operands, offsets, True) is None
+    want = ops.fp8_grouped_wgrad(*operands, offsets, accumulate_into=torch.ones(2, 5, 4))
+    assert isinstance(want, torch.Tensor) and torch.equal(torch.stack(out), want)
+
+
 def test_strides_travel_with_a_tensor() -> None:
     x = torch.arange(24.0).view(4, 6)
     for view in (x.t(), x[:, ::2], x[1:, 1:], x[:0]):

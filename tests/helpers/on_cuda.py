@@ -44,15 +44,24 @@ def carried(operator: Callable[..., Any], schema: Any, device: str) -> Callable[
         result = operator(*positional, **there)
         there |= dict(zip((argument.name for argument in schema.arguments), positional, strict=False))
         for name in written:
-            if named.get(name) is not None:
-                named[name].copy_(there[name])
-        return tuple(carry(x, "cpu") for x in result) if isinstance(result, tuple) else carry(result, "cpu")
+            for original, copy in zip(tensors_of(named.get(name)), tensors_of(there.get(name)), strict=True):
+                original.copy_(copy)
+        back = carry(result, "cpu")
+        return tuple(back) if isinstance(result, tuple) else back
 
     return run
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of one argument: none, one, or a list."""
+    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
+
+
 def carry(value: Any, device: str) -> Any:
-    """A tensor's copy on the device with the same strides where its entries lie apart; anything else as it is."""
+    """A tensor's copy on the device with the same strides where its entries lie apart, or a list of such copies;
+    anything else as it is."""
+    if isinstance(value, list | tuple) and tensors_of(value):
+        return [carry(x, device) for x in value]
     if not isinstance(value, torch.Tensor):
         return value
     there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
