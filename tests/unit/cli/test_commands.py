@@ -323,7 +323,8 @@ def test_convert_and_check_pass_their_arguments_on(project: Path, monkeypatch: p
 
 def test_bench_lists_and_refuses_unknown_operators(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(calls, "list_benchmarks", lambda: ["policy_loss", "token_logprobs"])
-    monkeypatch.setattr(calls, "run_benchmark", lambda name, as_json, compare: (name, as_json, compare) and 0)
+    expected = {"as_json": True, "compare": None, "device": "cpu"}
+    monkeypatch.setattr(calls, "run_benchmark", lambda name, **options: 0 if options == expected else 9)
     assert main(["bench", "--list"]) == 0
     assert capsys.readouterr().out == "policy_loss\ntoken_logprobs\n"
     assert main(["bench", "policy_loss", "--json"]) == 0
