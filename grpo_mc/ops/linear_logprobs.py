@@ -46,7 +46,8 @@ def linear_logprobs(
         logprobs [T], or (logprobs [T], entropy [T]): float64 for float64 inputs, else float32.
 
     Raises:
-        ValueError: shapes, dtypes, temperature, vocab_size or a target out of range; tensors on two devices.
+        ValueError: shapes, dtypes, temperature, vocab_size or a target out of range; tensors on two devices. Targets
+            on a GPU are not read back: there one out of range makes its token's log-prob NaN.
     """
     _check("linear_logprobs", hidden, weight, targets)
     size = len(weight) if vocab_size is None else vocab_size

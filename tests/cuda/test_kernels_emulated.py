@@ -21,6 +21,7 @@ FAMILIES = {
     "group_advantages": [],
     "rms_norm": [],
     "token_logprobs": [],
+    "linear_logprobs": [],
     "policy_loss": [],
     "policy_loss_twin": [],
 }

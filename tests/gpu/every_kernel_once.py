@@ -36,7 +36,11 @@ def main() -> None:
     logprobs, entropy = ops.token_logprobs(logits, targets, with_entropy=True)
     (logprobs.sum() + entropy.sum()).backward()
     hidden, weight = torch.randn(ROWS, 64, device="cuda"), torch.randn(WIDTH, 64, device="cuda")
-    ops.linear_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets).sum().backward()
+    logprobs, entropy = ops.linear_logprobs(
+        hidden.requires_grad_(), weight.requires_grad_(), targets, with_entropy=True
+    )
+    (logprobs + entropy).sum().backward()
+    ops.linear_logprob_stats(hidden, weight, targets, vocab_start=0, vocab_size=WIDTH - 7, temperature=0.5)
     groups = torch.arange(ROWS, device="cuda") // 4
     advantages = ops.group_advantages(x[:, 0], groups, baseline="mean", scale="std", ddof=0, eps=1e-4)
     for scale in ("std", "leave_one_out_std", "batch_std", "none"):
