@@ -68,6 +68,22 @@ struct PagedHead {
 constexpr int64_t kPagedChunk = 128;  // tokens per step of the running softmax, whatever the block size
 constexpr int64_t paged_scratch_floats(int64_t group) { return group * (kPagedChunk + 2); }
 
+// Decode attention on a GPU. Query and out are contiguous, and so are the tables; strides are in elements.
+struct PagedCall {
+  const void* query;  // [rows, heads, head_dim]
+  void* out;          // the same, in the same dtype
+  const void *keys, *values;
+  const int32_t *tables, *lengths;  // [rows, table_width], [rows]
+  float* parts;  // memory for head_dim + 2 numbers of each row, head and part of kPagedPart positions
+  int64_t rows, heads, kv_heads, head_dim, blocks, block_size, table_width, num_parts;
+  int64_t key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride, value_head_stride;
+  double scale;
+  Element query_dtype, cache_dtype;
+  bool is_aligned;  // every cached row begins at a multiple of sixteen bytes
+};
+
+constexpr int64_t kPagedPart = 512;
+
 // x [rows, width] to its rows over their root mean square, times weight [width]. Everything is contiguous.
 struct RmsNorm {
   const float *x, *weight;
@@ -80,7 +96,7 @@ struct RmsNorm {
 struct RowLinear {
   const float *x, *weight;
   float* out;
-  int64_t rows, depth, x_stride, weight_stride, out_stride;
+  int64_t rows, columns, depth, x_stride, weight_stride, out_stride;
 };
 
 constexpr int64_t kRowLinearStretch = 768;  // entries summed before the lanes are added up

@@ -10,5 +10,7 @@ const char* token_logprobs(const TokenStats& p, void* stream);
 const char* token_logprobs_backward(const TokenGrads& p, void* stream);
 const char* policy_loss(const PolicyCall& p, void* stream);
 const char* group_advantages(const GroupAdvantages& p, void* stream);
+const char* row_linear(const RowLinear& p, void* stream);
+const char* paged_attention(const PagedCall& p, void* stream);
 
 }  // namespace grpo_mc::cuda

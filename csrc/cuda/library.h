@@ -22,6 +22,8 @@ struct CudaKernels {
   Launcher<PolicyCall> policy_loss;
   Launcher<AdamStep> adam_step;
   Launcher<GroupAdvantages> group_advantages;
+  Launcher<RowLinear> row_linear;
+  Launcher<PagedCall> paged_attention;
 };
 
 }  // namespace grpo_mc

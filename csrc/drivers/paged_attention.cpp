@@ -1,11 +1,15 @@
-// paged_attention on the CPU: checks, and one kernel call per (row, key-value head).
+// paged_attention: checks, and on the CPU one kernel call per (row, key-value head).
+//
+// Tables and lengths on a GPU are not read here, which would wait for the device: a row of whose blocks one does not exist,
+// or whose length its table cannot hold, becomes NaN.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <vector>
 
-#include "drivers/checks.h"
 #include "cpu/kernels.h"
+#include "drivers/checks.h"
+#include "drivers/device.h"
 #include "drivers/parallel.h"
 
 namespace grpo_mc {
@@ -44,6 +48,49 @@ void check_tables(const Tensor& tables, const Tensor& lengths, int64_t num_block
   }
 }
 
+// Whether every cached row begins at a multiple of sixteen bytes.
+bool is_aligned(const Tensor& cache) {
+  const int64_t entries = 16 / cache.element_size();
+  bool all = reinterpret_cast<uintptr_t>(cache.const_data_ptr()) % 16 == 0;
+  for (int64_t dim = 0; dim < 3; ++dim) all = all && (cache.stride(dim) % entries == 0 || cache.size(dim) <= 1);
+  return all;
+}
+
+Tensor on_cuda(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& tables, const Tensor& lengths, double scale) {
+  const Tensor rows = query.contiguous();
+  Tensor out = at::empty(query.sizes(), query.options().memory_format(at::MemoryFormat::Contiguous));
+  if (out.numel() == 0) return out;
+  PagedCall p{};
+  p.rows = query.size(0);
+  p.heads = query.size(1);
+  p.head_dim = query.size(2);
+  p.blocks = keys.size(0);
+  p.block_size = keys.size(1);
+  p.kv_heads = keys.size(2);
+  p.table_width = tables.size(1);
+  p.num_parts = (p.table_width * p.block_size + kPagedPart - 1) / kPagedPart;
+  const Tensor parts = at::empty({p.rows, p.heads, p.num_parts, p.head_dim + 2}, query.options().dtype(at::kFloat));
+  p.query = rows.const_data_ptr();
+  p.out = out.mutable_data_ptr();
+  p.keys = keys.const_data_ptr();
+  p.values = values.const_data_ptr();
+  p.tables = p.num_parts > 0 ? tables.const_data_ptr<int32_t>() : nullptr;
+  p.lengths = lengths.const_data_ptr<int32_t>();
+  p.parts = p.num_parts > 0 ? parts.mutable_data_ptr<float>() : nullptr;
+  p.key_block_stride = keys.stride(0);
+  p.key_slot_stride = keys.stride(1);
+  p.key_head_stride = keys.stride(2);
+  p.value_block_stride = values.stride(0);
+  p.value_slot_stride = values.stride(1);
+  p.value_head_stride = values.stride(2);
+  p.scale = scale;
+  p.query_dtype = element_of("paged_attention", "query", query, /*allow_double=*/false);
+  p.cache_dtype = element_of("paged_attention", "key_cache", keys, /*allow_double=*/false);
+  p.is_aligned = is_aligned(keys) && is_aligned(values);
+  launch("paged_attention", &CudaKernels::paged_attention, p, query);
+  return out;
+}
+
 Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
                        const Tensor& lengths, double scale) {
   check_shapes(query, key_cache, value_cache, block_tables, lengths);
@@ -51,6 +98,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   element_of("paged_attention", "query", query, /*allow_double=*/false);
   const Element cache = element_of("paged_attention", "key_cache", key_cache, /*allow_double=*/false);
   const Tensor tables = block_tables.contiguous(), used = lengths.contiguous();
+  if (runs_on_cuda(query)) return on_cuda(query, key_cache, value_cache, tables, used, scale);
   check_tables(tables, used, key_cache.size(0), key_cache.size(1));
 
   const int64_t rows = query.size(0), heads = key_cache.size(2), head_dim = query.size(2);
@@ -90,6 +138,6 @@ Tensor paged_attention(const Tensor& query, const Tensor& key_cache, const Tenso
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) { m.impl("paged_attention", paged_attention); }
+GRPO_MC_OPERATORS(m) { m.impl("paged_attention", paged_attention); }
 
 }  // namespace grpo_mc

@@ -1,4 +1,4 @@
-// row_linear on the CPU: checks, and one kernel call per stretch of output columns.
+// row_linear: checks, and on the CPU one kernel call per stretch of output columns.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "drivers/device.h"
 #include "drivers/parallel.h"
 
 namespace grpo_mc {
@@ -26,10 +27,15 @@ Tensor row_linear(const Tensor& x, const Tensor& weight) {
   p.weight = columns.const_data_ptr<float>();
   p.out = out.mutable_data_ptr<float>();
   p.rows = x.size(0);
+  p.columns = weight.size(0);
   p.depth = x.size(1);
   p.x_stride = rows.stride(0);
   p.weight_stride = columns.stride(0);
   p.out_stride = weight.size(0);
+  if (runs_on_cuda(x)) {
+    if (out.numel() > 0) launch("row_linear", &CudaKernels::row_linear, p, x);
+    return out;
+  }
   const int64_t num_columns = weight.size(0), num_groups = (num_columns + kRowLinearGroup - 1) / kRowLinearGroup;
   parallel_for(num_groups, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(static_cast<size_t>(p.rows * kRowLinearGroup));
@@ -41,6 +47,6 @@ Tensor row_linear(const Tensor& x, const Tensor& weight) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) { m.impl("row_linear", row_linear); }
+GRPO_MC_OPERATORS(m) { m.impl("row_linear", row_linear); }
 
 }  // namespace grpo_mc

@@ -3,9 +3,10 @@
     out[b, h] = softmax_i(scale * query[b, h] . key_i) value_i      i < lengths[b], key_i from head h // (Hq / Hkv)
 
 The query heads that share a key-value head are computed together, so each key and value is loaded once for all of
-them. The softmax runs over chunks of 128 positions in float32, whatever the block size, so the result of a row depends
-on its own tokens only: not on the other rows, the layout of the blocks or the number of threads. Several rows may name
-the same block (the prompt shared by a group). There is no gradient: the operator decodes.
+them. The softmax runs over chunks of 128 positions in float32 (on a GPU of 512, side by side and merged in order),
+whatever the block size, so the result of a row depends on its own tokens only: not on the other rows, the layout of
+the blocks or the number of threads. Several rows may name the same block (the prompt shared by a group). There is no
+gradient: the operator decodes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def paged_attention(
 
     Raises:
         ValueError: shapes or dtypes that do not fit, a length beyond M * block, a block outside the cache,
-            a scale that is not finite, tensors on several devices.
+            a scale that is not finite, tensors on several devices. Tables and lengths on a GPU are not read back:
+            there a row with such a length or block becomes NaN.
     """
     check_devices(
         "paged_attention", query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables,

@@ -3,7 +3,7 @@
 BLAS repacks the weights before it multiplies, which for a few dozen rows costs as much as the product. Here dot
 products run along K, straight from the weights as they lie in memory, so each weight is read once. Every output is
 summed in an order that depends on K alone: a row's result is the same bit for bit whatever the other rows, their
-number, or the number of threads. There is no gradient: the operator decodes.
+number, or the number of threads. CPU and GPU have an order each. There is no gradient: the operator decodes.
 
 From some 128 rows on BLAS is as fast; the caller decides.
 """

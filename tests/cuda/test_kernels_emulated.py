@@ -22,6 +22,8 @@ FAMILIES = {
     "rms_norm": [],
     "token_logprobs": [],
     "linear_logprobs": [],
+    "paged_attention": [],
+    "row_linear": [],
     "policy_loss": [],
     "policy_loss_twin": [],
 }

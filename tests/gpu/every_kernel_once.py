@@ -26,11 +26,23 @@ def policy_losses(logprobs: torch.Tensor, advantages: torch.Tensor) -> None:
                 ).loss.backward()  # fmt: skip
 
 
+def decoding(x: torch.Tensor) -> None:
+    """Products of one to many rows; attention with every number of query heads a kernel is made for, both dtypes."""
+    for rows in (1, 2, 3, 5, 9, ROWS):
+        ops.row_linear(x[:rows], x)
+    ops.row_linear(x[:, 1:], x[:, :-1])  # rows that begin in the middle of sixteen bytes
+    cache, tables = torch.randn(80, 16, 2, 32, device="cuda"), torch.arange(80, device="cuda").view(2, 40).int()
+    lengths = torch.tensor([5, 600], device="cuda").int()
+    for group in (1, 2, 4, 11):
+        query = torch.randn(2, 2 * group, 32, device="cuda")
+        for values in (cache, cache.bfloat16()):
+            ops.paged_attention(query.to(values.dtype), values, values, tables, lengths, scale=0.2)
+
+
 def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(ROWS, WIDTH, device="cuda")
     ops.rms_norm(x, torch.rand(WIDTH, device="cuda"), 1e-5)
-    ops.row_linear(x[:3], x)
     targets = torch.randint(WIDTH, (ROWS,), device="cuda")
     logits = x.clone().requires_grad_()
     logprobs, entropy = ops.token_logprobs(logits, targets, with_entropy=True)
@@ -46,15 +58,7 @@ def main() -> None:
     for scale in ("std", "leave_one_out_std", "batch_std", "none"):
         ops.group_advantages(x[:, 0].double(), groups, scale=scale, valid=groups > 2)
     policy_losses(logprobs.detach(), advantages)
-    cache, tables = torch.randn(8, 16, 2, 32, device="cuda"), torch.arange(8, device="cuda").view(2, 4).int()
-    ops.paged_attention(
-        torch.randn(2, 4, 32, device="cuda"),
-        cache,
-        cache,
-        tables,
-        torch.tensor([5, 50], device="cuda").int(),
-        scale=0.2,
-    )
+    decoding(x)
     for tile in ((1, 128), (128, 1), (128, 128)):
         ops.dequantize_fp8(*ops.quantize_fp8(x, tile=tile), tile=tile)
     codes, scale = ops.quantize_fp8(x)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_mc import ops
 from grpo_mc.ops import reference
+from helpers import cuda_emulator
 from helpers.compare import assert_close
 
 
@@ -127,11 +128,7 @@ def test_empty_batch() -> None:
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("lengths", torch.tensor([33, 1]).int(), r"lengths\[0\] is 33; it must lie in \[0, 32\]"),
-        ("lengths", torch.tensor([-1, 1]).int(), r"lengths\[0\] is -1"),
         ("lengths", torch.tensor([1, 1]), "lengths has dtype Long"),
-        ("block_tables", torch.tensor([[0, 9], [0, 0]]).int(), r"block_tables\[0, 1\] is 9; the cache has blocks 0"),
-        ("block_tables", torch.tensor([[-1, 0], [0, 0]]).int(), r"block_tables\[0, 0\] is -1"),
         ("query", torch.zeros(2, 3, 8), "a multiple of Hkv"),
         ("query", torch.zeros(2, 4, 8).double(), "query has dtype Double"),
         ("value_cache", torch.zeros(4, 16, 2, 8).bfloat16(), "one dtype"),
@@ -149,6 +146,49 @@ def test_user_mistakes_are_value_errors(name: str, value: torch.Tensor, message:
     }
     with pytest.raises(ValueError, match=message):
         ops.paged_attention(**arguments, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("lengths", torch.tensor([33, 1]).int(), r"lengths\[0\] is 33; it must lie in \[0, 32\]"),
+        ("lengths", torch.tensor([-1, 1]).int(), r"lengths\[0\] is -1"),
+        ("block_tables", torch.tensor([[0, 9], [0, 0]]).int(), r"block_tables\[0, 1\] is 9; the cache has blocks 0"),
+        ("block_tables", torch.tensor([[-1, 0], [0, 0]]).int(), r"block_tables\[0, 0\] is -1"),
+    ],
+)
+def test_a_row_that_leaves_the_cache_is_an_error_or_on_a_gpu_nan(name: str, value: torch.Tensor, message: str) -> None:
+    arguments = {
+        "query": torch.ones(2, 4, 8),
+        "key_cache": torch.ones(4, 16, 2, 8),
+        "value_cache": torch.ones(4, 16, 2, 8),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+        "lengths": torch.tensor([20, 1], dtype=torch.int32),
+        name: value,
+    }
+    if not cuda_emulator.IS_USED:
+        with pytest.raises(ValueError, match=message):
+            ops.paged_attention(**arguments, scale=1.0)
+        return
+    out = ops.paged_attention(**arguments, scale=1.0)
+    assert bool(out[0].isnan().all()) and torch.equal(out[1], torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_long_rows(dtype: torch.dtype, bound: float) -> None:
+    """Several parts on a GPU, whose ends lie in and between blocks; eleven query heads to a key-value head."""
+    inputs = make([511, 512, 513, 1025, 40], 22, 2, 24, 24, dtype)
+    got = ops.paged_attention(*inputs, scale=0.2)
+    assert_close(got, reference.paged_attention(*wide(inputs), scale=0.2), bound)
+
+
+def test_any_address() -> None:
+    """Caches whose rows begin in the middle of sixteen bytes give the same bits."""
+    query, keys, values, tables, lengths = make([33, 600], 4, 2, 16, 16)
+    want = ops.paged_attention(query, keys, values, tables, lengths, scale=0.25)
+    shifted = [torch.cat([cache.new_zeros(1), cache.flatten()])[1:].view(cache.shape) for cache in (keys, values)]
+    assert shifted[0].data_ptr() % 16 != 0
+    assert torch.equal(ops.paged_attention(query, *shifted, tables, lengths, scale=0.25), want)
 
 
 @settings(max_examples=30, deadline=None)
