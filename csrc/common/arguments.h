@@ -120,6 +120,21 @@ struct Fp8Dequantize {
   Element dtype;
 };
 
+// Whole matrices: all bands of tile_rows rows; scales row by row. With offsets [experts + 1] tiles of 128 x 1 start again
+// at each expert's first row (common/fp8.h), and rows of no expert have codes, and numbers, of 0. Offsets that fall or
+// leave the matrix make results of no meaning, but touch nothing outside of it.
+struct Fp8QuantizeTiles : Fp8Quantize {
+  int64_t tile_rows;
+  const int64_t* offsets;  // nullptr: none
+  int64_t experts;
+};
+
+struct Fp8DequantizeTiles : Fp8Dequantize {
+  int64_t tile_rows;
+  const int64_t* offsets;
+  int64_t experts;
+};
+
 // An operand [rows, depth] of a product. `stride` is between rows whose entries are adjacent; or, `by_depth`, between places
 // of the depth at which the rows' entries are adjacent. A scale covers kFp8Block entries along the depth, and one row or,
 // `square`, kFp8Block rows; scale_stride is from such a row of scales to the next.

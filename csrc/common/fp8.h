@@ -38,11 +38,11 @@ GRPO_MC_HD float bits_float(uint32_t bits) {
   return x;
 }
 
-// Round to nearest even, saturated at +-448; NaN becomes NaN.
+// Round to nearest even, saturated at +-448; a NaN of either sign becomes kFp8Nan.
 GRPO_MC_HD uint8_t float_to_e4m3(float x) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
   const uint32_t sign = (bits >> 24) & 0x80u;
-  if (magnitude > 0x7f800000u) return static_cast<uint8_t>(sign | kFp8Nan);
+  if (magnitude > 0x7f800000u) return kFp8Nan;
   if (magnitude >= float_bits(kFp8Max)) return static_cast<uint8_t>(sign | 0x7eu);
   if (magnitude < float_bits(0x1p-6f)) {  // below the normal numbers: steps of 2^-9, the last place of 2^14
     const float shifted = bits_float(magnitude) + 0x1p14f;

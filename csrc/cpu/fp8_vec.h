@@ -15,9 +15,8 @@ GRPO_MC_INLINE I8 encode8(F8 x) {
   const I8 bits = (I8)bounded;
   const I8 normal = ((bits + splat_int(0x7ffff) + ((bits >> 20) & splat_int(1))) >> 20) - splat_int((127 - 7) << 3);
   const I8 small = (I8)(bounded + splat(0x1p14f)) - (I8)splat(0x1p14f);
-  I8 code = pick(bounded < splat(0x1p-6f), small, normal);
-  code = pick(size != size, splat_int(kFp8Nan), code);
-  return code | sign;
+  const I8 code = pick(bounded < splat(0x1p-6f), small, normal);
+  return pick(size != size, splat_int(kFp8Nan), code | sign);
 }
 
 GRPO_MC_INLINE void store_codes8(uint8_t* p, I8 codes) {

@@ -8,6 +8,8 @@ const grpo_mc::CudaKernels* grpo_mc_cuda_kernels() {
   static const grpo_mc::CudaKernels kernels{
       .interface = grpo_mc::kCudaInterface,
       .size = sizeof(grpo_mc::CudaKernels),
+      .quantize_fp8 = grpo_mc::cuda::quantize_fp8,
+      .dequantize_fp8 = grpo_mc::cuda::dequantize_fp8,
       .rms_norm = grpo_mc::cuda::rms_norm,
       .token_logprobs = grpo_mc::cuda::token_logprobs,
       .token_logprobs_backward = grpo_mc::cuda::token_logprobs_backward,

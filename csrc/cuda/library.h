@@ -16,6 +16,8 @@ constexpr int64_t kCudaInterface = 1;
 struct CudaKernels {
   int64_t interface;
   int64_t size;  // of this table, in bytes
+  Launcher<Fp8QuantizeTiles> quantize_fp8;
+  Launcher<Fp8DequantizeTiles> dequantize_fp8;
   Launcher<RmsNorm> rms_norm;
   Launcher<TokenStats> token_logprobs;
   Launcher<TokenGrads> token_logprobs_backward;

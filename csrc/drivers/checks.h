@@ -21,6 +21,7 @@ inline at::Tensor check_offsets(const char* op, const at::Tensor& offsets, int64
   TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.size(0) > 0, op, ": offsets has shape ", offsets.sizes(), "; it must be [E + 1]");
   check_vector(op, "offsets", offsets, experts < 0 ? offsets.size(0) : experts + 1, at::kLong);
   const at::Tensor bounds = offsets.contiguous();
+  if (bounds.is_cuda()) return bounds;  // a look at them would wait for the device: kernels bear any
   const int64_t *bound = bounds.const_data_ptr<int64_t>(), last = offsets.size(0) - 1;
   TORCH_CHECK_VALUE(bound[0] >= 0 && bound[last] <= rows, op, ": offsets go from ", bound[0], " to ", bound[last], "; there are rows 0 to ", rows);
   for (int64_t e = 0; e < last; ++e)

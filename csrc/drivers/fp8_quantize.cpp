@@ -1,6 +1,5 @@
-// quantize_fp8 and dequantize_fp8 on the CPU: checks, and one kernel call per band of tiles or per row.
+// quantize_fp8 and dequantize_fp8: checks, and on the CPU one kernel call per band of tiles.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -9,8 +8,9 @@
 #include <vector>
 
 #include "common/fp8.h"
-#include "drivers/checks.h"
 #include "cpu/kernels.h"
+#include "drivers/checks.h"
+#include "drivers/device.h"
 #include "drivers/parallel.h"
 
 namespace grpo_mc {
@@ -58,6 +58,9 @@ std::tuple<int64_t, int64_t> scale_shape(int64_t rows, int64_t columns, int64_t 
   return {offsets.defined() ? fp8_expert_tiles(rows, offsets.size(0) - 1) : tiles(rows, tile_rows), tiles(columns, tile_columns)};
 }
 
+const int64_t* offsets_of(const Tensor& bounds) { return bounds.defined() ? bounds.const_data_ptr<int64_t>() : nullptr; }
+int64_t experts_of(const Tensor& bounds) { return bounds.defined() ? bounds.size(0) - 1 : 0; }
+
 // f(band) for each, several to a thread where they are small.
 template <typename F>
 void for_bands(const std::vector<Band>& bands, int64_t tile_rows, int64_t columns, const F& f) {
@@ -71,7 +74,7 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, int64_t tile_rows, int6
   const char* op = "quantize_fp8";
   TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), "; it must be [M, K]");
   check_tile(op, tile_rows, tile_columns);
-  // Halves are exact in float32, and rare on a CPU.
+  // Halves are exact in float32, and rare.
   const Tensor wide = x.scalar_type() == at::kHalf ? x.to(at::kFloat) : x;
   const Tensor rows = with_adjacent_columns(wide), bounds = expert_offsets(op, offsets, x.size(0), tile_rows, tile_columns);
   Fp8Quantize p{};
@@ -83,6 +86,15 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, int64_t tile_rows, int6
   const auto [scale_rows, scale_columns] = scale_shape(x.size(0), p.columns, tile_rows, tile_columns, bounds);
   const auto plain = [&](at::ScalarType dtype) { return x.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous); };
   Tensor codes = at::empty({x.size(0), p.columns}, plain(at::kFloat8_e4m3fn)), scales = at::empty({scale_rows, scale_columns}, plain(at::kFloat));
+  if (runs_on_cuda(x)) {
+    p.x = rows.const_data_ptr();
+    p.codes = static_cast<uint8_t*>(codes.mutable_data_ptr());
+    p.scales = scales.mutable_data_ptr<float>();
+    p.rows = x.size(0);
+    if (codes.numel() + scales.numel() > 0)
+      launch(op, &CudaKernels::quantize_fp8, Fp8QuantizeTiles{p, tile_rows, offsets_of(bounds), experts_of(bounds)}, x);
+    return {codes, scales};
+  }
   const auto* numbers = static_cast<const char*>(rows.const_data_ptr());
   auto* to = static_cast<uint8_t*>(codes.mutable_data_ptr());
   auto* factors = scales.mutable_data_ptr<float>();
@@ -120,10 +132,20 @@ Tensor dequantize_fp8(const Tensor& codes, const Tensor& scales, int64_t tile_ro
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, op, ": dtype is ", dtype, "; it must be Float or BFloat16");
   const Tensor rows = with_adjacent_columns(codes), factors = scales.contiguous();
   const auto options = codes.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous);
-  Tensor out = bounds.defined() ? at::zeros(codes.sizes(), options) : at::empty(codes.sizes(), options);
+  Tensor out = at::empty(codes.sizes(), options);
   p.code_stride = rows.stride(0);
   p.tile_columns = tile_columns;
   p.dtype = element_of(op, "the result", out, false);
+  if (runs_on_cuda(codes)) {
+    p.codes = static_cast<const uint8_t*>(rows.const_data_ptr());
+    p.scales = factors.const_data_ptr<float>();
+    p.out = out.mutable_data_ptr();
+    p.rows = codes.size(0);
+    if (out.numel() > 0)
+      launch(op, &CudaKernels::dequantize_fp8, Fp8DequantizeTiles{p, tile_rows, offsets_of(bounds), experts_of(bounds)}, codes);
+    return out;
+  }
+  if (bounds.defined()) out.zero_();  // rows of no expert
   const auto* from = static_cast<const uint8_t*>(rows.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   for_bands(bands_of(codes.size(0), tile_rows, bounds), tile_rows, p.columns, [&](const Band& band) {
@@ -139,7 +161,7 @@ Tensor dequantize_fp8(const Tensor& codes, const Tensor& scales, int64_t tile_ro
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
+GRPO_MC_OPERATORS(m) {
   m.impl("quantize_fp8", quantize_fp8);
   m.impl("dequantize_fp8", dequantize_fp8);
 }

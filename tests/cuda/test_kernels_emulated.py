@@ -19,6 +19,7 @@ from helpers import cuda_emulator
 TESTS = Path(__file__).resolve().parents[1]
 FAMILIES = {
     "group_advantages": [],
+    "fp8": [],
     "rms_norm": [],
     "token_logprobs": [],
     "linear_logprobs": [],
