@@ -29,8 +29,6 @@ struct Alignment {
   bool x, codes;  // words can be read and written at once
 };
 
-__device__ __forceinline__ uint32_t magnitude(float x) { return float_bits(x) & 0x7fffffffu; }
-
 // The codes of one word; entries from `left` on are not written. `inverse[i]` belongs to entry i.
 template <int kCount>
 __device__ __forceinline__ void store_codes(uint8_t* to, int64_t left, bool aligned, const float (&x)[kCount],
@@ -43,12 +41,6 @@ __device__ __forceinline__ void store_codes(uint8_t* to, int64_t left, bool alig
     codes[i + 1] = static_cast<uint8_t>(pair >> 8);
   }
   store_entries(to, left, aligned, codes);
-}
-
-template <int kCount>
-__device__ __forceinline__ void fill(float (&to)[kCount], float x) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) to[i] = x;
 }
 
 // Tiles of 1 x 128. Block: blockDim.x / lanes tiles of each of blockDim.y rows.

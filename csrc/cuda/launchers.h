@@ -7,6 +7,8 @@ namespace grpo_mc::cuda {
 
 const char* quantize_fp8(const Fp8QuantizeTiles& p, void* stream);
 const char* dequantize_fp8(const Fp8DequantizeTiles& p, void* stream);
+const char* quantize_codes(const CodeQuantize& p, void* stream);
+const char* dequantize_codes(const CodeDequantize& p, void* stream);
 const char* rms_norm(const RmsNorm& p, void* stream);
 const char* token_logprobs(const TokenStats& p, void* stream);
 const char* token_logprobs_backward(const TokenGrads& p, void* stream);

@@ -10,6 +10,8 @@ const grpo_mc::CudaKernels* grpo_mc_cuda_kernels() {
       .size = sizeof(grpo_mc::CudaKernels),
       .quantize_fp8 = grpo_mc::cuda::quantize_fp8,
       .dequantize_fp8 = grpo_mc::cuda::dequantize_fp8,
+      .quantize_codes = grpo_mc::cuda::quantize_codes,
+      .dequantize_codes = grpo_mc::cuda::dequantize_codes,
       .rms_norm = grpo_mc::cuda::rms_norm,
       .token_logprobs = grpo_mc::cuda::token_logprobs,
       .token_logprobs_backward = grpo_mc::cuda::token_logprobs_backward,

@@ -18,6 +18,8 @@ struct CudaKernels {
   int64_t size;  // of this table, in bytes
   Launcher<Fp8QuantizeTiles> quantize_fp8;
   Launcher<Fp8DequantizeTiles> dequantize_fp8;
+  Launcher<CodeQuantize> quantize_codes;
+  Launcher<CodeDequantize> dequantize_codes;
   Launcher<RmsNorm> rms_norm;
   Launcher<TokenStats> token_logprobs;
   Launcher<TokenGrads> token_logprobs_backward;

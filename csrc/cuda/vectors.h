@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "common/numerics.h"
+#include "common/fp8.h"
 
 namespace grpo_mc::cuda {
 
@@ -52,6 +52,15 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 #else
   return float_to_bf16(low) | static_cast<uint32_t>(float_to_bf16(high)) << 16;
 #endif
+}
+
+// As integers, magnitudes are ordered as the floats are, with infinity and NaN above all numbers.
+__device__ __forceinline__ uint32_t magnitude(float x) { return float_bits(x) & 0x7fffffffu; }
+
+template <int kCount>
+__device__ __forceinline__ void fill(float (&to)[kCount], float x) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = x;
 }
 
 // Copies between memory that is aligned to all kCount entries and registers.

@@ -1,4 +1,4 @@
-// quantize_int4, quantize_int8 and back on the CPU: checks, and one kernel call per block.
+// quantize_int4, quantize_int8 and back: checks, and on the CPU one kernel call per block.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -9,6 +9,7 @@
 #include "common/block_codes.h"
 #include "cpu/kernels.h"
 #include "drivers/checks.h"
+#include "drivers/device.h"
 #include "drivers/parallel.h"
 
 namespace grpo_mc {
@@ -61,6 +62,11 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, const std::optional<Tensor>
   p.offset = static_cast<uint64_t>(offset);
   p.stochastic = stochastic;
   p.hadamard = hadamard;
+  if (blocks == 0) return {codes, scales};
+  if (runs_on_cuda(x)) {
+    launch(op, &CudaKernels::quantize_codes, p, x);
+    return {codes, scales};
+  }
   parallel_for(blocks, std::max<int64_t>(1, kGrainEntries / block), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) GRPO_MC_KERNEL(quantize_code_block)(p, i);
   });
@@ -90,6 +96,8 @@ void dequantize_(Tensor& out, const Tensor& codes, const Tensor& scales, int64_t
   p.block = block;
   p.hadamard = hadamard;
   p.add = add;
+  if (blocks == 0) return;
+  if (runs_on_cuda(out)) return launch(op, &CudaKernels::dequantize_codes, p, out);
   parallel_for(blocks, std::max<int64_t>(1, kGrainEntries / block), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) GRPO_MC_KERNEL(dequantize_code_block)(p, i);
   });
@@ -97,7 +105,7 @@ void dequantize_(Tensor& out, const Tensor& codes, const Tensor& scales, int64_t
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
+GRPO_MC_OPERATORS(m) {
   m.impl("quantize_int4", quantize<4>);
   m.impl("quantize_int8", quantize<8>);
   m.impl("dequantize_int4_", dequantize_<4>);

@@ -20,6 +20,8 @@ TESTS = Path(__file__).resolve().parents[1]
 FAMILIES = {
     "group_advantages": [],
     "fp8": [],
+    "int4": [],
+    "int8": [],
     "rms_norm": [],
     "token_logprobs": [],
     "linear_logprobs": [],

@@ -80,6 +80,10 @@ def main() -> None:
     for rounding in ("nearest", "stochastic"):
         codes, scale = ops.quantize_int4(x, rounding=rounding, hadamard=True, error=error)
         ops.dequantize_int4(codes, scale, shape=x.shape, hadamard=True)
+        codes, scale = ops.quantize_int8(x, rounding=rounding, hadamard=True, error=error)
+        ops.dequantize_int8(codes, scale, shape=x.shape, hadamard=True)
+    codes, scale = ops.quantize_int4(x, block=512)  # a block of codes for each CUDA block
+    ops.dequantize_int4(codes, scale, shape=x.shape)
     torch.cuda.synchronize()
     print("every kernel ran once")
 

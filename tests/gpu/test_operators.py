@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_mc import ops
+from helpers.same_bits import assert_same_bits, quantised
 
 TESTS = Path(__file__).resolve().parents[1]
 NOT_OF_A_KERNEL = ("test_argument_checks", "test_bench", "test_loader")
@@ -42,3 +43,7 @@ def test_results_are_the_same_every_time(repeats: int) -> None:
     for _ in range(repeats):
         again = ops.fp8_gemm(*ops.quantize_fp8(x), *ops.quantize_fp8(x), out_dtype=torch.float32)
         assert torch.equal(again, first)
+
+
+def test_codes_have_the_bits_of_the_cpu() -> None:
+    assert_same_bits(quantised("cuda"), quantised("cpu"))

@@ -12,8 +12,14 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+
+from grpo_mc.ops.loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = ROOT / "tests" / "cuda_emulator"
@@ -42,6 +48,18 @@ def library() -> Path:
         if not target.exists():
             _run(["c++", "-shared", *map(str, objects), "-o", str(target)])
     return target
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Within, every operator of this process runs its CUDA kernels on the CPU."""
+    torch.ops.grpo_mc.load_cuda(str(library()), True)
+    try:
+        yield
+    finally:
+        torch.ops.grpo_mc.load_cuda("", False)
+        load.cache_clear()  # loads the library of nvcc again, where there is one
+        load()
 
 
 def _compile(source: Path, folder: Path, common: str) -> Path:
