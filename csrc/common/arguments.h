@@ -169,6 +169,58 @@ struct MoeCombine {
   Element dtype;
 };
 
+// Where each choice's row goes: rows in the order of the experts, of one expert in the order of the choices. With a
+// choice of an expert that there is not, no choice has a row, offsets[0] is that expert and offsets[num_experts] -1.
+struct MoePlan {
+  const int64_t* expert_ids;  // [choices]; -1: none
+  int64_t* row_map;           // [choices]
+  int64_t* offsets;           // [num_experts + 1]
+  int64_t* scratch;           // [moe_plan_chunks * num_experts + 1]
+  int64_t choices, num_experts, align;
+  int64_t capacity;           // most rows of an expert; -1: no bound
+};
+
+// Choices are counted in so many chunks: short ones, while there are few counters.
+constexpr int64_t moe_plan_chunks(int64_t choices, int64_t num_experts) {
+  constexpr int64_t kChunk = 256, kMostCounters = int64_t{1} << 22;
+  const int64_t wanted = (choices + kChunk - 1) / kChunk, most = kMostCounters / num_experts;
+  return wanted < 1 ? 1 : wanted < most ? wanted : most;
+}
+
+// Each token's row to all its places of `map`, zeros to rows that no choice names. Strides are in bytes.
+struct MoePermute {
+  const void* x;        // [tokens, row_bytes]
+  void* rows;           // [num_rows, row_bytes]
+  const void* probs;    // [tokens, k] of prob_bytes each
+  void* row_probs;      // [num_rows]
+  const int64_t* map;   // [tokens, k]; what is no row is left out, of two choices with one row the later one counts
+  int64_t* source;      // [num_rows]: written, the choice of each row or -1
+  int64_t tokens, k, num_rows, row_bytes, x_stride, rows_stride, prob_bytes;
+};
+
+// out [tokens, width]: the sum over each token's k choices of prob * row, in their order. A row that there is not is NaN.
+struct MoeUnpermute {
+  const void* rows;     // [num_rows, width]
+  const int64_t* map;   // [tokens, k]; -1: none
+  const void* probs;    // [tokens, k] float, for rows of double double; nullptr: 1
+  void* out;
+  int64_t tokens, k, num_rows, width, row_stride, out_stride;  // strides in entries
+  Element dtype;
+};
+
+// Its gradients: grad_rows = prob * grad_out of the row's token, 0 for rows of no token; grad_probs = row . grad_out.
+struct MoeUnpermuteBackward {
+  const void* grad_out;  // [tokens, width]
+  const void* rows;      // [num_rows, width]
+  const int64_t* map;    // [tokens, k]
+  const void* probs;     // [tokens, k], as in MoeUnpermute
+  void* grad_rows;       // [num_rows, width], contiguous
+  double* grad_probs;    // [tokens, k]
+  int64_t* source;       // [num_rows]: written, as in MoePermute
+  int64_t tokens, k, num_rows, width, grad_stride, row_stride;
+  Element dtype;
+};
+
 // x [n] to codes in blocks with a scale each; the last block is filled up with zeros. See cpu/int4.cpp.
 struct CodeQuantize {
   const void* x;

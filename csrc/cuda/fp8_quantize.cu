@@ -19,8 +19,7 @@ namespace grpo_mc::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostClearing = 64;          // blocks along y that look after rows of no expert
-constexpr unsigned kMostRowsOfBlocks = 65535;  // blocks along y; kernels walk further rows by gridDim.y
+constexpr int64_t kMostClearing = 64;  // blocks along y that look after rows of no expert
 
 template <typename T>
 constexpr int kEntries = 16 / sizeof(T);  // of x in one thread's word
@@ -236,26 +235,12 @@ __global__ void __launch_bounds__(kThreads) dequantize(Fp8DequantizeTiles p, Ali
   }
 }
 
-// As many threads beside each other as there are pieces in a row, a power of two; the others have further rows.
-dim3 block_shape(int64_t pieces, int lanes) {
-  int across = 1;
-  while (across * 2 <= pieces && across * 2 * lanes <= kThreads) across *= 2;
-  return dim3(static_cast<unsigned>(across * lanes), static_cast<unsigned>(kThreads / (across * lanes)));
-}
-
-dim3 grid_shape(int64_t across, int64_t rows) {
-  return dim3(static_cast<unsigned>(across),
-              static_cast<unsigned>(rows < kMostRowsOfBlocks ? rows : kMostRowsOfBlocks));
-}
-
-int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
-
 template <typename T, bool kPerColumn>
 const char* launch_bands(const Fp8QuantizeTiles& p, Alignment aligned, void* stream) {
   using Shape = Band<T, kPerColumn>;
   const int64_t bands = p.offsets == nullptr ? fp8_blocks(p.rows) : fp8_expert_tiles(p.rows, p.experts);
-  return launch(quantize_bands<T, kPerColumn>, grid_shape(blocks(p.columns, Shape::kWidth), bands), Shape::kThreads, 0,
-                stream, p, bands, aligned);
+  return launch(quantize_bands<T, kPerColumn>, grid_shape(blocks_of(p.columns, Shape::kWidth), bands), Shape::kThreads,
+                0, stream, p, bands, aligned);
 }
 
 template <typename T>
@@ -267,14 +252,14 @@ const char* quantize(const Fp8QuantizeTiles& p, void* stream) {
   if (p.tile_rows == kFp8Block) {
     const char* problem = nullptr;
     if (p.offsets != nullptr && p.rows > 0)
-      problem = launch(clear_outside, grid_shape(blocks(p.columns, kThreads), min(p.rows, kMostClearing)), kThreads, 0,
-                       stream, p);
+      problem = launch(clear_outside, grid_shape(blocks_of(p.columns, kThreads), min(p.rows, kMostClearing)), kThreads,
+                       0, stream, p);
     return problem != nullptr ? problem : launch_bands<T, true>(p, aligned, stream);
   }
   constexpr int kLanes = kFp8Block / kEntries<T>;
   const int64_t tiles = fp8_blocks(p.columns);
-  const dim3 block = block_shape(tiles, kLanes);
-  return launch(quantize_rows<T>, grid_shape(blocks(tiles, block.x / kLanes), blocks(p.rows, block.y)), block, 0,
+  const dim3 block = block_shape(tiles, kLanes, kThreads);
+  return launch(quantize_rows<T>, grid_shape(blocks_of(tiles, block.x / kLanes), blocks_of(p.rows, block.y)), block, 0,
                 stream, p, tiles, aligned);
 }
 
@@ -283,9 +268,9 @@ const char* dequantize_as(const Fp8DequantizeTiles& p, void* stream) {
   constexpr int kCount = kEntries<T>;
   const Alignment aligned{is_aligned(p.out, 16) && p.columns % kCount == 0,
                           is_aligned(p.codes, kCount) && p.code_stride % kCount == 0};
-  const int64_t words = blocks(p.columns, kCount);
-  const dim3 block = block_shape(words, 1);
-  return launch(dequantize<T>, grid_shape(blocks(words, block.x), blocks(p.rows, block.y)), block, 0, stream, p,
+  const int64_t words = blocks_of(p.columns, kCount);
+  const dim3 block = block_shape(words, 1, kThreads);
+  return launch(dequantize<T>, grid_shape(blocks_of(words, block.x), blocks_of(p.rows, block.y)), block, 0, stream, p,
                 aligned, is_aligned(p.scales, 16) && p.columns % 4 == 0);
 }
 

@@ -228,9 +228,9 @@ using Kernel = void (*)(Arguments, int64_t, Alignment);
 template <typename Arguments>
 const char* launch_teams(Kernel<Arguments> warp_teams, Kernel<Arguments> block_teams, const Arguments& p,
                          Alignment aligned, void* stream) {
-  const int64_t blocks = (p.n + p.block - 1) / p.block;
+  const int64_t blocks = blocks_of(p.n, p.block);
   const dim3 team = team_shape(p.block);
-  const unsigned grid = blocks_for((blocks + team.y - 1) / team.y);
+  const unsigned grid = blocks_for(blocks_of(blocks, team.y));
   return launch(team.x <= kWarp ? warp_teams : block_teams, grid, team, 0, stream, p, blocks, aligned);
 }
 

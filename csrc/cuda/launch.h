@@ -25,10 +25,12 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 
 // Queues kernel(args...) on the stream; nullptr, or CUDA's sentence about what is wrong.
 template <typename... Parameters, typename... Args>
-const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, const Args&... args) {
+const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+                   const Args&... args) {
   if (shared_bytes > 48 * 1024) {  // more has to be asked for, kernel by kernel
     const cudaError_t refused =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes));
     if (refused != cudaSuccess) return cudaGetErrorString(refused);
   }
   cudaLaunchConfig_t config{};
@@ -44,6 +46,23 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 inline unsigned blocks_for(int64_t n) {
   constexpr int64_t kMost = 1 << 20;
   return static_cast<unsigned>(n < kMost ? n : kMost);
+}
+
+// Pieces of `piece` that cover a size.
+inline int64_t blocks_of(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
+
+// A block for rows of so many pieces, each for `lanes` threads: as many threads beside each other as a row has use for,
+// a power of two times the lanes; the others have further rows.
+inline dim3 block_shape(int64_t pieces, int lanes, int threads) {
+  int across = 1;
+  while (across * 2 <= pieces && across * 2 * lanes <= threads) across *= 2;
+  return dim3(static_cast<unsigned>(across * lanes), static_cast<unsigned>(threads / (across * lanes)));
+}
+
+// Blocks across, and down the rows as many as a grid can have: kernels walk further rows by gridDim.y.
+inline dim3 grid_shape(int64_t across, int64_t down) {
+  constexpr int64_t kMostDown = 65535;
+  return dim3(static_cast<unsigned>(across), static_cast<unsigned>(down < kMostDown ? down : kMostDown));
 }
 
 // The sum over the lanes of a warp, in every lane; always added in the same order.

@@ -20,6 +20,10 @@ struct CudaKernels {
   Launcher<Fp8DequantizeTiles> dequantize_fp8;
   Launcher<CodeQuantize> quantize_codes;
   Launcher<CodeDequantize> dequantize_codes;
+  Launcher<MoePlan> moe_plan;
+  Launcher<MoePermute> moe_permute;
+  Launcher<MoeUnpermute> moe_unpermute;
+  Launcher<MoeUnpermuteBackward> moe_unpermute_backward;
   Launcher<RmsNorm> rms_norm;
   Launcher<TokenStats> token_logprobs;
   Launcher<TokenGrads> token_logprobs_backward;

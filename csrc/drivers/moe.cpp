@@ -1,4 +1,7 @@
-// The MoE operators on the CPU: which row of which expert each token goes to, moving tokens there, summing rows back.
+// The MoE operators: which row of which expert each token goes to, moving tokens there, summing rows back.
+//
+// On a GPU the drivers read no ids and no map, which would wait for the device; common/arguments.h says what the kernels
+// make of those that are out of range.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -8,8 +11,9 @@
 #include <tuple>
 #include <vector>
 
-#include "drivers/checks.h"
 #include "cpu/kernels.h"
+#include "drivers/checks.h"
+#include "drivers/device.h"
 #include "drivers/parallel.h"
 
 namespace grpo_mc {
@@ -31,6 +35,16 @@ std::tuple<Tensor, Tensor> moe_plan(const Tensor& expert_ids, int64_t num_expert
   TORCH_CHECK_VALUE(!capacity || *capacity >= 0, op, ": capacity is ", capacity.value_or(0), "; it must be at least 0");
   TORCH_CHECK_VALUE(align >= 1 && align <= kMost, op, ": align is ", align, "; it must be 1 to ", kMost);
   const Tensor ids = expert_ids.contiguous();
+  Tensor map = at::empty(ids.sizes(), ids.options().memory_format(at::MemoryFormat::Contiguous));
+  Tensor offsets = at::empty({num_experts + 1}, ids.options().memory_format(at::MemoryFormat::Contiguous));
+  if (runs_on_cuda(ids)) {
+    const int64_t counters = moe_plan_chunks(ids.numel(), num_experts) * num_experts + 1;
+    const Tensor scratch = at::empty({counters}, offsets.options());
+    const MoePlan p{ids.const_data_ptr<int64_t>(), map.mutable_data_ptr<int64_t>(), offsets.mutable_data_ptr<int64_t>(),
+                    scratch.mutable_data_ptr<int64_t>(), ids.numel(), num_experts, align, capacity.value_or(-1)};
+    launch(op, &CudaKernels::moe_plan, p, ids);
+    return {map, offsets};
+  }
   const int64_t* expert = ids.const_data_ptr<int64_t>();
   const int64_t choices = ids.numel();
   std::vector<int64_t> counts(static_cast<size_t>(num_experts));
@@ -39,8 +53,6 @@ std::tuple<Tensor, Tensor> moe_plan(const Tensor& expert_ids, int64_t num_expert
                       num_experts - 1);
     if (expert[i] >= 0) ++counts[static_cast<size_t>(expert[i])];
   }
-  Tensor map = at::empty(ids.sizes(), ids.options().memory_format(at::MemoryFormat::Contiguous));
-  Tensor offsets = at::empty({num_experts + 1}, ids.options());
   int64_t *to = map.mutable_data_ptr<int64_t>(), *bound = offsets.mutable_data_ptr<int64_t>();
   std::vector<int64_t> next(static_cast<size_t>(num_experts)), last(static_cast<size_t>(num_experts));
   bound[0] = 0;
@@ -91,8 +103,19 @@ void moe_permute_(Tensor& rows, Tensor& row_probs, const Tensor& x, const Tensor
   TORCH_CHECK_VALUE(rows.size(1) == x.size(1) && rows.scalar_type() == x.scalar_type() && rows.stride(1) == 1, op, ": out is ",
                     rows.scalar_type(), " ", rows.sizes(), "; it must be ", x.scalar_type(), " [R, ", x.size(1), "] with adjacent columns");
   check_no_overlap(op, "out", rows, {x, probs, row_map});
-  const Tensor from = with_adjacent_columns(x), map = row_map.contiguous();
+  TORCH_CHECK_VALUE(row_probs.scalar_type() == probs.scalar_type() && row_probs.is_contiguous() && row_probs.numel() == rows.size(0), op,
+                    ": row_probs is ", row_probs.scalar_type(), " ", row_probs.sizes(), "; it must be ", probs.scalar_type(), " [",
+                    rows.size(0), "], contiguous");
+  const Tensor from = with_adjacent_columns(x), map = row_map.contiguous(), flat = probs.contiguous();
   const int64_t num_rows = rows.size(0), k = map.size(1), size = x.element_size(), bytes = x.size(1) * size;
+  const int64_t prob_size = row_probs.element_size();
+  if (runs_on_cuda(x)) {
+    const Tensor source = at::empty({num_rows}, map.options().memory_format(at::MemoryFormat::Contiguous));
+    const MoePermute p{from.const_data_ptr(), rows.mutable_data_ptr(), flat.const_data_ptr(), row_probs.mutable_data_ptr(),
+                       map.const_data_ptr<int64_t>(), source.mutable_data_ptr<int64_t>(), map.size(0), k, num_rows, bytes,
+                       from.stride(0) * size, rows.stride(0) * size, prob_size};
+    return launch(op, &CudaKernels::moe_permute, p, x);
+  }
   const std::vector<int64_t> source = sources(op, map, num_rows);
   const auto* read = static_cast<const char*>(from.const_data_ptr());
   auto* write = static_cast<char*>(rows.mutable_data_ptr());
@@ -103,12 +126,8 @@ void moe_permute_(Tensor& rows, Tensor& row_probs, const Tensor& x, const Tensor
       for (int64_t j = 0; j < k; ++j)
         if (to[t * k + j] >= 0) GRPO_MC_KERNEL(moe_copy_row)(read + t * from_stride, write + to[t * k + j] * to_stride, bytes);
   });
-  TORCH_CHECK_VALUE(row_probs.scalar_type() == probs.scalar_type(), op, ": row_probs is ", row_probs.scalar_type(), "; it must be ",
-                    probs.scalar_type());
-  const Tensor flat = probs.contiguous();
   const auto* prob = static_cast<const char*>(flat.const_data_ptr());
   auto* out_prob = static_cast<char*>(row_probs.mutable_data_ptr());
-  const int64_t prob_size = row_probs.element_size();
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t i = source[static_cast<size_t>(row)];
     if (i >= 0) std::copy(prob + i * prob_size, prob + (i + 1) * prob_size, out_prob + row * prob_size);
@@ -144,6 +163,12 @@ void moe_unpermute_(Tensor& out, const Tensor& rows, const Tensor& row_map, cons
                     rows.size(1), "] with adjacent columns");
   check_no_overlap(op, "out", out, {rows, row_map, probs.value_or(Tensor())});
   const Tensor from = with_adjacent_columns(rows), map = row_map.contiguous(), weights = weights_of(probs, rows);
+  if (runs_on_cuda(rows)) {
+    if (out.numel() == 0) return;
+    const MoeUnpermute p{from.const_data_ptr(), map.const_data_ptr<int64_t>(), weight_at(weights, 0), out.mutable_data_ptr(), map.size(0),
+                         map.size(1), rows.size(0), rows.size(1), from.stride(0), out.stride(0), element_of(op, "rows", rows, true)};
+    return launch(op, &CudaKernels::moe_unpermute, p, rows);
+  }
   sources(op, map, rows.size(0));
   const int64_t k = map.size(1), size = rows.element_size(), out_stride = out.stride(0) * size;
   MoeCombine p{};
@@ -175,11 +200,20 @@ std::tuple<Tensor, Tensor> moe_unpermute_backward(const Tensor& grad_out, const 
                     row_map.size(0), ", ", rows.size(1), "]");
   const Tensor grad = with_adjacent_columns(grad_out), from = with_adjacent_columns(rows), map = row_map.contiguous();
   const Tensor weights = weights_of(probs, rows);
-  sources(op, map, rows.size(0));
-  Tensor grad_rows = at::zeros(rows.sizes(), rows.options().memory_format(at::MemoryFormat::Contiguous));
-  Tensor grad_probs = at::zeros(probs.sizes(), probs.options().memory_format(at::MemoryFormat::Contiguous).dtype(at::kDouble));
   const int64_t k = map.size(1), width = rows.size(1), size = rows.element_size();
   const Element dtype = element_of(op, "rows", rows, true);
+  Tensor grad_rows = at::empty(rows.sizes(), rows.options().memory_format(at::MemoryFormat::Contiguous));
+  Tensor grad_probs = at::zeros(probs.sizes(), probs.options().memory_format(at::MemoryFormat::Contiguous).dtype(at::kDouble));
+  if (runs_on_cuda(rows)) {
+    const Tensor source = at::empty({rows.size(0)}, map.options().memory_format(at::MemoryFormat::Contiguous));
+    const MoeUnpermuteBackward p{grad.const_data_ptr(), from.const_data_ptr(), map.const_data_ptr<int64_t>(), weight_at(weights, 0),
+                                 grad_rows.mutable_data_ptr(), grad_probs.mutable_data_ptr<double>(), source.mutable_data_ptr<int64_t>(),
+                                 map.size(0), k, rows.size(0), width, grad.stride(0), from.stride(0), dtype};
+    launch(op, &CudaKernels::moe_unpermute_backward, p, rows);
+    return {grad_rows, grad_probs.to(probs.scalar_type())};
+  }
+  grad_rows.zero_();
+  sources(op, map, rows.size(0));
   const auto* row = static_cast<const char*>(from.const_data_ptr());
   const auto* gradient = static_cast<const char*>(grad.const_data_ptr());
   auto* write = static_cast<char*>(grad_rows.mutable_data_ptr());
@@ -216,7 +250,7 @@ Tensor moe_unpermute(const Tensor& rows, const Tensor& row_map, const std::optio
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
+GRPO_MC_OPERATORS(m) {
   m.impl("moe_plan", moe_plan);
   m.impl("moe_permute_", moe_permute_);
   m.impl("moe_unpermute_", moe_unpermute_);

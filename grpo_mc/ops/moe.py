@@ -62,7 +62,11 @@ def moe_route(
 def moe_plan(
     expert_ids: Tensor, *, num_experts: int, capacity: int | None = None, align: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Where moe_permute moves the tokens: (row_map [T, K] int64, offsets [E + 1] int64), arguments as there."""
+    """Where moe_permute moves the tokens: (row_map [T, K] int64, offsets [E + 1] int64), arguments as there.
+
+    An expert out of range is a ValueError; on a GPU, where that would wait for the device, no choice has a row then,
+    offsets[0] is that expert and offsets[E] -1.
+    """
     return torch.ops.grpo_mc.moe_plan(expert_ids, num_experts, capacity, align)
 
 
@@ -78,7 +82,8 @@ def moe_place(x: Tensor, row_map: Tensor, *, out: Tensor) -> Tensor:
         out.
 
     Raises:
-        ValueError: shapes, dtypes, a row out of range or named twice, an out that needs a gradient.
+        ValueError: shapes, dtypes, a row out of range or named twice, an out that needs a gradient. On a GPU the map's
+            values are not read by the host: rows out of range are left out, the later choice of a row counts.
     """
     check_devices("moe_place", x=x, row_map=row_map, out=out)
     check_written("moe_place", "out", out)
@@ -118,6 +123,10 @@ def moe_permute(
     check_devices("moe_permute", x=x, expert_ids=expert_ids, probs=probs, out=out)
     row_map, offsets = moe_plan(expert_ids, num_experts=num_experts, capacity=capacity, align=align)
     num_rows = int(offsets[-1])
+    if num_rows < 0:
+        raise ValueError(
+            f"moe_permute: expert_ids holds {int(offsets[0])}; it must hold -1 (none) to {num_experts - 1}"
+        )
     if out is None:
         return (*torch.ops.grpo_mc.moe_permute(x, probs, row_map, num_rows), row_map, offsets)
     check_written("moe_permute", "out", out)
@@ -143,7 +152,8 @@ def moe_unpermute(rows: Tensor, row_map: Tensor, probs: Tensor | None, *, out: T
         [T, H] in the dtype of rows; 0 for a token without a row.
 
     Raises:
-        ValueError: shapes, dtypes, a row out of range or named twice, an out that would need a gradient.
+        ValueError: shapes, dtypes, a row out of range or named twice, an out that would need a gradient. On a GPU the
+            map's values are not read by the host: a token with a row out of range is NaN, a row can be named twice.
     """
     check_devices("moe_unpermute", rows=rows, row_map=row_map, probs=probs, out=out)
     if out is None:

@@ -22,6 +22,7 @@ FAMILIES = {
     "fp8": [],
     "int4": [],
     "int8": [],
+    "moe": [],
     "rms_norm": [],
     "token_logprobs": [],
     "linear_logprobs": [],

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
 from helpers.cuda_emulator import emulated
-from helpers.same_bits import assert_same_bits, quantised
+from helpers.same_bits import assert_same_bits, moved, quantised
 
 
-def test_codes_are_the_cpus() -> None:
-    want = quantised("cpu")
+@pytest.mark.parametrize("calls", (quantised, moved))
+def test_results_are_the_cpus(calls: Callable[[str], dict[str, list[Tensor]]]) -> None:
+    want = calls("cpu")
     with emulated():
-        got = quantised("cpu")
+        got = calls("cpu")
     assert_same_bits(got, want)

@@ -121,6 +121,14 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
     if ((mask >> i & 1u) != 0 && all.of(i)[0] != 0) votes |= 1u << i;
   return votes;
 }
+template <typename T>
+unsigned __match_any_sync(unsigned mask, T value) {
+  const emulator::Brought all = emulator::exchange(mask, &value, sizeof(value));
+  unsigned same = 0;
+  for (int i = 0; i < emulator::kLanes; ++i)
+    if ((mask >> i & 1u) != 0 && std::memcmp(all.of(i), &value, sizeof(value)) == 0) same |= 1u << i;
+  return same;
+}
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
 inline unsigned __activemask() { return 0xffffffffu; }

@@ -76,6 +76,8 @@ def main() -> None:
     expert_ids, probs = ops.moe_route(x[:, :8].contiguous(), top_k=2)
     rows, _, row_map, _ = ops.moe_permute(x.requires_grad_(), expert_ids, probs, num_experts=8)
     ops.moe_unpermute(rows, row_map, probs).sum().backward()
+    many = torch.randint(-1, 40, (5000, 2), device="cuda")  # in chunks over several blocks
+    ops.moe_permute(torch.ones(5000, 8, device="cuda").bfloat16(), many, many.float(), num_experts=40, align=16)
     error = ops.int4_error(x)
     for rounding in ("nearest", "stochastic"):
         codes, scale = ops.quantize_int4(x, rounding=rounding, hadamard=True, error=error)

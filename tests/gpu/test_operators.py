@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_mc import ops
-from helpers.same_bits import assert_same_bits, quantised
+from helpers.same_bits import assert_same_bits, moved, quantised
 
 TESTS = Path(__file__).resolve().parents[1]
 NOT_OF_A_KERNEL = ("test_argument_checks", "test_bench", "test_loader")
@@ -45,5 +46,6 @@ def test_results_are_the_same_every_time(repeats: int) -> None:
         assert torch.equal(again, first)
 
 
-def test_codes_have_the_bits_of_the_cpu() -> None:
-    assert_same_bits(quantised("cuda"), quantised("cpu"))
+@pytest.mark.parametrize("calls", (quantised, moved))
+def test_codes_and_rows_have_the_bits_of_the_cpu(calls: Callable[[str], dict[str, list[torch.Tensor]]]) -> None:
+    assert_same_bits(calls("cuda"), calls("cpu"))

@@ -50,6 +50,22 @@ def quantised(device: str) -> dict[str, list[Tensor]]:
     return {name: [tensor.cpu() for tensor in tensors] for name, tensors in found.items()}
 
 
+def moved(device: str) -> dict[str, list[Tensor]]:
+    """Tokens to their experts' rows, back, and the gradients of the rows, on the CPU."""
+    found: dict[str, list[Tensor]] = {}
+    for dtype, columns in itertools.product((torch.float32, torch.bfloat16), (37, 1040)):
+        draw = torch.Generator().manual_seed(columns)
+        x = torch.randn(80, columns, generator=draw).to(device, dtype).requires_grad_()
+        expert_ids = torch.randint(-1, 6, (80, 5), generator=draw).to(device)
+        probs = torch.rand(80, 5, generator=draw).to(device)
+        rows, row_probs, row_map, offsets = ops.moe_permute(x, expert_ids, probs, num_experts=6, capacity=60, align=16)
+        total = ops.moe_unpermute(rows, row_map, probs)
+        total.backward(torch.randn(80, columns, generator=draw).to(device, dtype))
+        assert x.grad is not None
+        found[f"moe {dtype} {columns}"] = [rows.detach(), row_probs, row_map, offsets, total.detach(), x.grad]
+    return {name: [tensor.cpu() for tensor in tensors] for name, tensors in found.items()}
+
+
 def assert_same_bits(got: dict[str, list[Tensor]], want: dict[str, list[Tensor]]) -> None:
     """Names the first call with another bit; a NaN is a NaN, whatever its payload."""
     assert got.keys() == want.keys()

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from grpo_mc import ops
 from grpo_mc.ops import reference
+from grpo_mc.ops.moe import moe_place, moe_plan
+from helpers import cuda_emulator
 from helpers.compare import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -228,8 +230,6 @@ def permute(ids: list[list[int]] = [[1], [0]], rows: int = 2, **options: Any) ->
         (lambda: permute(capacity=-1), "capacity is -1"),
         (lambda: permute(out=torch.ones(1, 3)), "at least 2"),
         (lambda: permute(out=torch.ones(2, 3), requires_grad=True), "needs a gradient"),
-        (lambda: ops.moe_unpermute(torch.ones(2, 3), torch.tensor([[2]]), None), "row_map holds 2"),
-        (lambda: ops.moe_unpermute(torch.ones(2, 3), torch.tensor([[1, 1]]), None), "row 1 twice"),
         (lambda: ops.moe_unpermute(torch.ones(2, 3).half(), torch.tensor([[1]]), None), "rows has dtype Half"),
         (lambda: ops.moe_route(torch.ones(2, 3), top_k=4), "top_k 4"),
         (lambda: ops.moe_route(torch.ones(2, 3), top_k=1, score="tanh"), "score is 'tanh'"),
@@ -239,6 +239,45 @@ def permute(ids: list[list[int]] = [[1], [0]], rows: int = 2, **options: Any) ->
 def test_bad_input_is_named(call: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()  # type: ignore[operator]
+
+
+def test_a_map_that_makes_no_sense_is_an_error_or_on_a_gpu_nan() -> None:
+    """Without a look at the map, which would wait for the device, no memory but the rows' is read or written."""
+    rows = torch.arange(6.0).view(2, 3)
+    far, twice = torch.tensor([[2, 0], [-2, 1], [2**40, -1], [1, 0]]), torch.tensor([[1, 1]])
+    if not cuda_emulator.IS_USED:
+        for row_map, words in ((far, "row_map holds 2"), (twice, "row 1 twice")):
+            for call in (
+                lambda row_map=row_map: ops.moe_unpermute(rows, row_map, None),
+                lambda row_map=row_map: moe_place(torch.ones(len(row_map), 3), row_map, out=torch.ones(2, 3)),
+            ):
+                with pytest.raises(ValueError, match=words):
+                    call()
+        return
+    summed = ops.moe_unpermute(rows, far, None)
+    assert summed.isnan().all(1).tolist() == [True, True, True, False] and torch.equal(summed[3], rows.sum(0))
+    assert torch.equal(ops.moe_unpermute(rows, twice, None), 2 * rows[1:])
+    placed = moe_place(torch.tensor([[1.0], [2.0], [3.0], [4.0]]).expand(4, 3).contiguous(), far, out=torch.ones(2, 3))
+    assert placed[:, 0].tolist() == [4.0, 4.0]
+    grad_rows, grad_probs = torch.ops.grpo_mc.moe_unpermute_backward(torch.ones(4, 3), rows, far, torch.ones(4, 2))
+    assert torch.equal(grad_rows, torch.ones(2, 3))
+    assert grad_probs.isnan().nonzero().tolist() == [[0, 0], [1, 0], [2, 0]]
+
+
+def test_experts_of_many_choices_and_many_experts() -> None:
+    """Chunks of choices that are counted apart, more experts than threads, more counters than fit."""
+    for tokens, experts, top_k, capacity in ((4500, 3, 2, None), (2100, 1500, 5, 3), (3000, 2**20, 3, None)):
+        _, ids, _ = batch(tokens, experts, top_k, 1, seed=tokens)
+        row_map, offsets = moe_plan(ids, num_experts=experts, capacity=capacity, align=2)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+        counts = flat[order].bincount(minlength=experts)
+        rank = torch.arange(len(order)) - (counts.cumsum(0) - counts)[flat[order]]
+        kept = counts if capacity is None else counts.clamp_max(capacity)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ((kept + 1) // 2 * 2).cumsum(0)])
+        want = torch.full_like(flat, -1)
+        want[order] = torch.where(rank < kept[flat[order]], bounds[flat[order]] + rank, -1)
+        assert torch.equal(offsets, bounds) and torch.equal(row_map.flatten(), want)
 
 
 def test_opcheck() -> None:
