@@ -1,5 +1,5 @@
-// What one call of an operator works on: plain structs that the drivers fill in and the kernels of csrc/cpu/ and csrc/cuda/
-// read. No torch, no CUDA: the CUDA library knows nothing else of the outside.
+// What one call of an operator works on: plain structs that the drivers fill in and the kernels of csrc/cpu/ and
+// csrc/cuda/ read. No torch, no CUDA: the CUDA library knows nothing else of the outside.
 #pragma once
 
 #include <cstdint>
@@ -135,9 +135,9 @@ struct Fp8DequantizeTiles : Fp8Dequantize {
   int64_t experts;
 };
 
-// An operand [rows, depth] of a product. `stride` is between rows whose entries are adjacent; or, `by_depth`, between places
-// of the depth at which the rows' entries are adjacent. A scale covers kFp8Block entries along the depth, and one row or,
-// `square`, kFp8Block rows; scale_stride is from such a row of scales to the next.
+// An operand [rows, depth] of a product. `stride` is between rows whose entries are adjacent; or, `by_depth`, between
+// places of the depth at which the rows' entries are adjacent. A scale covers kFp8Block entries along the depth, and
+// one row or, `square`, kFp8Block rows; scale_stride is from such a row of scales to the next.
 struct Fp8Operand {
   const uint8_t* codes;
   const float* scale;
@@ -153,6 +153,18 @@ struct Fp8Gemm {
   int64_t group_columns;  // of one call's unit of work, a multiple of kFp8StripColumns
   Element dtype;
   bool accumulate;        // add to what `out` holds
+};
+
+// `product` for each of the experts, on a GPU. offsets nullptr: one expert that has all rows. Otherwise they divide the
+// rows of a and out, and each expert has its own b; or, `along_depth`, the depth, and each expert has its own out, and
+// scales as fp8_first_tile says: then product has the depth of all experts, and pointers at its start.
+struct Fp8Products {
+  Fp8Gemm product;
+  const int64_t* offsets;  // [experts + 1], in device memory
+  bool along_depth;
+  int64_t first_expert, experts;  // first_expert: whose rows begin at offsets[0]; 0 but for along_depth
+  int64_t b_stride, b_scale_stride, out_stride_bytes;  // from one expert to the next
+  uint8_t* workspace;  // as many bytes as the library's fp8_workspace says
 };
 
 constexpr int64_t kFp8PanelRows = 6;      // rows of a packed panel of a

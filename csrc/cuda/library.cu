@@ -23,6 +23,8 @@ const grpo_mc::CudaKernels* grpo_mc_cuda_kernels() {
       .group_advantages = grpo_mc::cuda::group_advantages,
       .row_linear = grpo_mc::cuda::row_linear,
       .paged_attention = grpo_mc::cuda::paged_attention,
+      .fp8_products = grpo_mc::cuda::fp8_products,
+      .fp8_workspace = grpo_mc::cuda::fp8_workspace,
   };
   return &kernels;
 }

@@ -32,6 +32,8 @@ struct CudaKernels {
   Launcher<GroupAdvantages> group_advantages;
   Launcher<RowLinear> row_linear;
   Launcher<PagedCall> paged_attention;
+  Launcher<Fp8Products> fp8_products;
+  int64_t (*fp8_workspace)(const Fp8Products& arguments);  // bytes, on the current device
 };
 
 }  // namespace grpo_mc

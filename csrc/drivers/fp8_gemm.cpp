@@ -1,4 +1,4 @@
-// fp8_gemm, fp8_grouped_gemm and fp8_grouped_wgrad on the CPU: checks, and the products of one call spread over threads.
+// fp8_gemm, fp8_grouped_gemm and fp8_grouped_wgrad: checks; on the CPU the products of one call are spread over threads.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "common/fp8.h"
-#include "drivers/checks.h"
 #include "cpu/kernels.h"
+#include "drivers/checks.h"
+#include "drivers/device.h"
 #include "drivers/parallel.h"
 
 namespace grpo_mc {
@@ -163,6 +164,17 @@ Fp8Gemm problem(const Tensor& out, const Tensor& a, const Tensor& a_scale, const
   return p;
 }
 
+// All products of one call on the device, with the memory that its kernels want for copies of operands.
+void multiply_on_cuda(const char* op, Fp8Products p, const Tensor& out) {
+  Tensor workspace;
+  {
+    const c10::OptionalDeviceGuard guard(out.is_cuda() ? std::optional<at::Device>(out.device()) : std::nullopt);
+    workspace = at::empty({cuda_kernels(op).fp8_workspace(p)}, out.options().dtype(at::kByte));
+  }
+  p.workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr());
+  launch(op, &CudaKernels::fp8_products, p, out);
+}
+
 // Checks what fp8_gemm and fp8_grouped_gemm have in common; b has `b_dims` dimensions.
 void check_operands(const char* op, const Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, int64_t b_dims) {
   check_codes(op, "a", a, 2);
@@ -183,7 +195,12 @@ void check_operands(const char* op, const Tensor& out, const Tensor& a, const Te
 void fp8_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, bool accumulate) {
   check_operands("fp8_gemm", out, a, a_scale, b, b_scale, 2);
   const Tensor left = with_adjacent_entries(a), right = with_adjacent_entries(b);
-  multiply({problem(out, left, a_scale, right, b_scale, accumulate)});
+  const Fp8Gemm product = problem(out, left, a_scale, right, b_scale, accumulate);
+  if (!runs_on_cuda(out)) return multiply({product});
+  Fp8Products p{};
+  p.product = product;
+  p.experts = 1;
+  multiply_on_cuda("fp8_gemm", p, out);
 }
 
 void fp8_grouped_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale, const Tensor& offsets, bool accumulate) {
@@ -191,18 +208,48 @@ void fp8_grouped_gemm_(Tensor& out, const Tensor& a, const Tensor& a_scale, cons
   check_operands(op, out, a, a_scale, b, b_scale, 3);
   const int64_t experts = b.size(0), rows = a.size(0);
   const Tensor bounds = check_offsets(op, offsets, experts, rows);
+  const Tensor left = with_adjacent_entries(a), right = with_adjacent_entries(b);
+  if (runs_on_cuda(out)) {
+    Fp8Products p{};
+    p.product = problem(out, left, a_scale, right, b_scale, accumulate);
+    p.offsets = bounds.const_data_ptr<int64_t>();
+    p.experts = experts;
+    p.b_stride = right.stride(0);
+    p.b_scale_stride = b_scale.stride(0);
+    return multiply_on_cuda(op, p, out);
+  }
   const int64_t* bound = bounds.const_data_ptr<int64_t>();
   if (!accumulate) {  // rows of no expert
     out.narrow(0, 0, bound[0]).zero_();
     out.narrow(0, bound[experts], rows - bound[experts]).zero_();
   }
-  const Tensor left = with_adjacent_entries(a), right = with_adjacent_entries(b);
   std::vector<Fp8Gemm> products;
   for (int64_t e = 0; e < experts; ++e) {
     const auto part = [&](const Tensor& x) { return x.narrow(0, bound[e], bound[e + 1] - bound[e]); };
     products.push_back(problem(part(out), part(left), part(a_scale), right.select(0, e), b_scale.select(0, e), accumulate));
   }
   multiply(products);
+}
+
+// A call on the device for every run of experts whose gradients lie at equal distances: as a rule, one.
+void wgrad_on_cuda(const char* op, at::TensorList out, const Tensor& grad, const Tensor& grad_scale, const Tensor& x, const Tensor& x_scale,
+                   const Tensor& bounds, bool accumulate) {
+  const auto address = [&](size_t e) { return static_cast<char*>(out[e].mutable_data_ptr()); };
+  for (size_t first = 0, last; first < out.size(); first = last) {
+    const auto follows = [&](size_t e) {
+      return out[e].scalar_type() == out[first].scalar_type() && out[e].stride(0) == out[first].stride(0) &&
+             address(e) - address(e - 1) == address(first + 1) - address(first);
+    };
+    for (last = first + 1; last < out.size() && follows(last);) ++last;
+    Fp8Products p{};
+    p.product = problem(out[first], grad.t(), grad_scale.t(), x.t(), x_scale.t(), accumulate);
+    p.offsets = bounds.const_data_ptr<int64_t>() + first;
+    p.along_depth = true;
+    p.first_expert = static_cast<int64_t>(first);
+    p.experts = static_cast<int64_t>(last - first);
+    p.out_stride_bytes = last > first + 1 ? address(first + 1) - address(first) : 0;
+    multiply_on_cuda(op, p, out[first]);
+  }
 }
 
 void fp8_grouped_wgrad_(at::TensorList out, const Tensor& grad, const Tensor& grad_scale, const Tensor& x, const Tensor& x_scale,
@@ -213,7 +260,6 @@ void fp8_grouped_wgrad_(at::TensorList out, const Tensor& grad, const Tensor& gr
   const int64_t experts = static_cast<int64_t>(out.size()), rows = x.size(0);
   TORCH_CHECK_VALUE(grad.size(0) == rows, op, ": grad is ", grad.sizes(), " and x ", x.sizes(), "; they must be [M, N] and [M, K]");
   const Tensor bounds = check_offsets(op, offsets, experts, rows);
-  const int64_t* bound = bounds.const_data_ptr<int64_t>();
   const int64_t tiles = fp8_expert_tiles(rows, experts);
   check_scale(op, "grad_scale", grad_scale, {tiles, grad.size(1)}, {tiles, grad.size(1)});
   check_scale(op, "x_scale", x_scale, {tiles, x.size(1)}, {tiles, x.size(1)});
@@ -226,6 +272,8 @@ void fp8_grouped_wgrad_(at::TensorList out, const Tensor& grad, const Tensor& gr
     }
   }
   const Tensor left = with_adjacent_entries(grad), right = with_adjacent_entries(x);
+  if (runs_on_cuda(x)) return wgrad_on_cuda(op, out, left, grad_scale, right, x_scale, bounds, accumulate);
+  const int64_t* bound = bounds.const_data_ptr<int64_t>();
   std::vector<Fp8Gemm> products;
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t count = bound[e + 1] - bound[e], first_tile = fp8_first_tile(bound[e], e);
@@ -238,7 +286,7 @@ void fp8_grouped_wgrad_(at::TensorList out, const Tensor& grad, const Tensor& gr
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(grpo_mc, CPU, m) {
+GRPO_MC_OPERATORS(m) {
   m.impl("fp8_gemm_", fp8_gemm_);
   m.impl("fp8_grouped_gemm_", fp8_grouped_gemm_);
   m.impl("fp8_grouped_wgrad_", fp8_grouped_wgrad_);

@@ -1,8 +1,9 @@
 """The operators' own tests over the CUDA kernels, which an emulator runs thread by thread on the CPU.
 
 Each file runs twice, with the threads of a block taken in opposite orders between barriers: a missing barrier gives
-another result in one of them. What a GPU alone can show (memory order, speed, the hardware's own instructions) is left
-to tests/gpu.
+another result in one of them. Families with kernels for one architecture run for that one too; there the first order
+copies at once what is copied asynchronously and the second as late as can be. What a GPU alone can show (memory order,
+speed, the hardware's own instructions) is left to tests/gpu.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from helpers import cuda_emulator
 
 TESTS = Path(__file__).resolve().parents[1]
 FAMILIES = {
+    "fp8": [],
+    "fp8_grouped": [],
     "group_advantages": [],
     "fp8": [],
     "int4": [],
@@ -33,6 +36,10 @@ FAMILIES = {
 }
 """Operator families with CUDA kernels; each with the tests left out, and below why."""
 
+HOPPER = ("fp8", "fp8_grouped")
+"""Families with kernels of their own for sm_90a."""
+RUNS = [(family, order, "80") for family in FAMILIES for order in ("ascending", "descending")]
+RUNS += [(family, order, "90") for family in HOPPER for order in ("ascending", "descending")]
 TIMEOUT_S = 600
 
 
@@ -41,10 +48,13 @@ def emulated() -> str:
     return str(cuda_emulator.library())
 
 
-@pytest.mark.parametrize("order", ("ascending", "descending"))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_operator_tests_hold_for_the_cuda_kernels(family: str, order: str, emulated: str) -> None:
-    environment = os.environ | {"GRPO_MC_TEST_EMULATED": "1", "GRPO_MC_EMULATOR_ORDER": order}
+@pytest.mark.parametrize(("family", "order", "architecture"), RUNS)
+def test_operator_tests_hold_for_the_cuda_kernels(family: str, order: str, architecture: str, emulated: str) -> None:
+    environment = os.environ | {
+        "GRPO_MC_TEST_EMULATED": "1",
+        "GRPO_MC_EMULATOR_ORDER": order,
+        "GRPO_MC_EMULATED_ARCHITECTURE": architecture,
+    }
     file = f"tests/ops/test_{family}.py"
     command = [sys.executable, "-m", "pytest", file, "-q", "-x", "-p", "no:cacheprovider"]
     command += [f"--deselect={file}::{name}" for name in FAMILIES[family]]
@@ -66,3 +76,21 @@ def test_the_kernels_are_reached() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "emulator: grid 1 x 1 x 1, block 256 x 1 x 1" in done.stderr
+
+
+def test_an_architecture_has_its_own_kernels() -> None:
+    """3 x 128 threads multiply 128 rows on sm_90; elsewhere 256 threads do."""
+    code = (
+        "import torch\nfrom helpers import cuda_emulator\nfrom grpo_mc import ops\n"
+        "torch.ops.grpo_mc.load_cuda(str(cuda_emulator.library()), True)\n"
+        "codes, scale = torch.ones(128, 128).to(torch.float8_e4m3fn), torch.ones(128, 1)\n"
+        "assert (ops.fp8_gemm(codes, scale, codes, scale) == 128).all()\n"
+    )
+    for architecture, threads in (("80", 256), ("90", 384), ("100", 256)):
+        environment = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "GRPO_MC_EMULATOR_TRACE": "1"}
+        environment["GRPO_MC_EMULATED_ARCHITECTURE"] = architecture
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"block {threads} x 1 x 1" in done.stderr

@@ -1,10 +1,10 @@
-// Stands in for CUDA's header of the same name when a .cu file is compiled by a C++ compiler: every thread of a block is a
-// coroutine on the CPU, switched at barriers and warp operations. Slow, exact about what waits for what, and strict: a
-// barrier that some thread never reaches ends the process with a message.
+// Stands in for CUDA's header of the same name when a .cu file is compiled by a C++ compiler: every thread of a block
+// is a coroutine on the CPU, switched at barriers and warp operations. Slow, exact about what waits for what, and
+// strict: a barrier that some thread never reaches ends the process with a message.
 //
 // Blocks run one after another. The order in which the threads of a block run between two barriers is set by the
-// environment variable GRPO_MC_EMULATOR_ORDER (ascending, descending, or a number: random by that seed), so that a missing
-// barrier shows as a difference between orders.
+// environment variable GRPO_MC_EMULATOR_ORDER (ascending, descending, or a number: random by that seed), so that a
+// missing barrier shows as a difference between orders.
 #pragma once
 
 #include <algorithm>
@@ -192,6 +192,16 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs = nullptr;
   unsigned numAttrs = 0;
 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+inline cudaError_t cudaGetDevice(int* device) { *device = 0; return cudaSuccess; }
+// Few multiprocessors, so that persistent blocks take several tiles; GRPO_MC_EMULATED_ARCHITECTURE: 80, 90 (if not
+// set), ...
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const char* choice = std::getenv("GRPO_MC_EMULATED_ARCHITECTURE");
+  const int architecture = choice == nullptr ? 90 : std::atoi(choice);
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : attribute == cudaDevAttrComputeCapabilityMajor ? architecture / 10 : architecture % 10;
+  return cudaSuccess;
+}
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid configuration argument"; }
 inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int bytes) {
   return bytes <= 227 * 1024 ? cudaSuccess : cudaErrorInvalidConfiguration;
@@ -211,3 +221,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 namespace grpo_mc::cuda {
 inline unsigned char* dynamic_shared() { return emulator::shared_memory(); }
 }  // namespace grpo_mc::cuda
+
+#include "mma_emulation.h"
+#include "hopper_emulation.h"

@@ -4,6 +4,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -17,7 +18,7 @@ namespace emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = 128 * 1024;
-constexpr long kMostIdleRounds = 2'000'000;  // rounds in which threads only spun
+constexpr long kMostIdleRounds = 200'000;  // rounds in which threads only spun
 constexpr unsigned char kCanary = 0xA5;
 constexpr std::size_t kCanaryBytes = 64;
 
@@ -33,6 +34,8 @@ struct Thread {
   unsigned second = 0;     // of the last one: the lanes that used their second slot
   jmp_buf resume;
   ucontext_t first;
+  std::vector<std::vector<Copy>> copies;  // cp.async
+  std::vector<std::function<void()>> products;  // wgmma
 };
 
 struct Warp {
@@ -46,6 +49,9 @@ struct Block {
   std::vector<unsigned char> shared;
   const std::function<void()>* kernel = nullptr;
   int current = -1;
+  int arrived[16] = {}, arrivals_wanted[16] = {};  // of threads that went on
+  std::map<const void*, std::vector<std::function<void()>>> late;  // copies, by the barrier that they count at
+  bool copies_are_late = false;
   jmp_buf scheduler;
 };
 
@@ -101,11 +107,14 @@ bool release_barriers() {
   bool any = false;
   for (int number = 0; number < 16; ++number) {
     if (waiting[number] == 0) continue;
+    waiting[number] += block.arrived[number];
     const int needed = wanted[number] == 0 ? alive : wanted[number];
+    if (block.arrived[number] > 0 && block.arrivals_wanted[number] != needed) fail("threads count barrier " + std::to_string(number) + " differently");
     if (waiting[number] > needed) fail("barrier " + std::to_string(number) + " has more threads than it counts");
     if (waiting[number] < needed) continue;
     for (Thread& thread : block.threads)
       if (thread.state == State::kAtBarrier && thread.barrier == number) thread.state = State::kReady;
+    block.arrived[number] = 0;
     any = true;
   }
   return any;
@@ -161,6 +170,25 @@ void prepare(Block& block, dim3 size) {
 
 }  // namespace
 
+std::vector<std::vector<Copy>>& copies_under_way() { return self().copies; }
+
+std::vector<std::function<void()>>& products_under_way() { return self().products; }
+
+void fail(const char* what) { fail(std::string(what)); }
+
+void later(const void* barrier, std::function<void()> work) {
+  if (running->copies_are_late) running->late[barrier].push_back(std::move(work));
+  else work();
+}
+
+void make_late_copies(const void* barrier) {
+  const auto found = running->late.find(barrier);
+  if (found == running->late.end()) return;
+  const std::vector<std::function<void()>> all = std::move(found->second);
+  running->late.erase(found);
+  for (const auto& work : all) work();
+}
+
 int lane() { return running->current % kLanes; }
 
 unsigned char* shared_memory() {
@@ -172,6 +200,11 @@ void wait_at_barrier(int number, int count) {
   self().barrier = number;
   self().barrier_count = count;
   leave(State::kAtBarrier);
+}
+
+void arrive_at_barrier(int number, int count) {
+  ++running->arrived[number];
+  running->arrivals_wanted[number] = count;
 }
 
 void yield_thread() { leave(State::kSpinning); }
@@ -213,6 +246,7 @@ void run_grid(dim3 grid, dim3 size, std::size_t shared_bytes, const std::functio
   gridDim = grid;
   blockDim = size;
   const std::vector<int> order = thread_order(static_cast<int>(size.x * size.y * size.z));
+  block.copies_are_late = order.front() > order.back();
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) {
@@ -220,6 +254,8 @@ void run_grid(dim3 grid, dim3 size, std::size_t shared_bytes, const std::functio
         block.shared.assign(shared_bytes + 1024 + kCanaryBytes, kCanary);
         prepare(block, size);
         run_block(order);
+        if (!block.late.empty()) fail("copies that no thread has waited for");
+        if (std::any_of(block.arrived, block.arrived + 16, [](int count) { return count != 0; })) fail("threads arrived at a barrier that none waits at");
         for (std::size_t i = 0; i < kCanaryBytes - 1; ++i)
           if (shared_memory()[shared_bytes + i] != kCanary) fail("the kernel wrote behind its dynamic shared memory");
       }

@@ -73,6 +73,16 @@ def main() -> None:
         offsets,
         out_dtype=torch.float32,
     )
+    for rows in (ROWS, 3 * ROWS):  # few and many: two kernels each
+        tokens = torch.randn(rows, WIDTH, device="cuda")
+        bounds = torch.tensor([0, 0, 20, rows], device="cuda")
+        for tile in ((1, 128), (128, 128)):
+            weight, weight_scale = ops.quantize_fp8(torch.randn(130, WIDTH, device="cuda"), tile=tile)
+            ops.fp8_gemm(*ops.quantize_fp8(tokens), weight, weight_scale)
+            turned = [each.t().contiguous().t() for each in (weight, weight_scale)]
+            ops.fp8_gemm(*ops.quantize_fp8(tokens), *turned)
+        quantized = ops.quantize_fp8(tokens, tile=(128, 1), offsets=bounds)
+        ops.fp8_grouped_wgrad(*quantized, *quantized, bounds)
     expert_ids, probs = ops.moe_route(x[:, :8].contiguous(), top_k=2)
     rows, _, row_map, _ = ops.moe_permute(x.requires_grad_(), expert_ids, probs, num_experts=8)
     ops.moe_unpermute(rows, row_map, probs).sum().backward()
