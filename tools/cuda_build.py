@@ -41,6 +41,15 @@ def find_nvcc() -> str | None:
     return found if Path(found).exists() else None
 
 
+def find_cuobjdump() -> str | None:
+    """The disassembler of the toolkit, or of the package nvidia-cuda-cuobjdump; nvdisasm lies next to it."""
+    nvcc = find_nvcc()
+    beside = [Path(nvcc).resolve().parent] if nvcc else []
+    packages = [Path(folder, "nvidia", "cu13", "bin") for folder in sys.path]
+    found = shutil.which("cuobjdump", path=os.pathsep.join(map(str, beside + packages)))
+    return found or shutil.which("cuobjdump")
+
+
 def architectures(source: Path) -> list[str]:
     """What the file's first line names: ["sm_80", ...]."""
     first = source.read_text().split("\n", 1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,30 @@ def test_every_kernel_is_there_for_every_architecture_of_its_file(kernels: list[
 @needs_nvcc
 def test_no_kernel_spills_registers(kernels: list[dict[str, object]]) -> None:
     assert all(row["spill_bytes"] == 0 and int(str(row["registers"])) <= 255 for row in kernels)
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuda_build.find_cuobjdump() is None, reason="neither the toolkit nor pip has cuobjdump here")
+@pytest.mark.parametrize(
+    ("source", "architecture", "instruction", "least"),
+    [
+        ("fp8_hopper", "sm_90a", r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", 8),  # one block of the depth, two kernels
+        ("fp8_hopper", "sm_90a", r"QGMMA\.64x32x32\.F32\.E4M3\.E4M3", 8),
+        ("fp8_hopper", "sm_90a", r"UTMALDG\.3D", 8),
+        ("fp8_gemm", "sm_90", r"F2FP\.F16\.E4M3\.UNPACK_B", 24),
+        ("fp8_gemm", "sm_90", r"HMMA\.16816\.F32", 24),
+        ("fp8_gemm", "sm_80", r"HMMA\.16816\.F32", 24),
+    ],
+)
+def test_products_of_fp8_use_the_tensor_cores(
+    source: str, architecture: str, instruction: str, least: int, kernels: list[dict[str, object]]
+) -> None:
+    """In the machine code, not only in the source: the assembler may make something slower of it."""
+    tool = cuda_build.find_cuobjdump()
+    assert tool is not None
+    command = [tool, "-sass", "-arch", architecture, str(cuda_build.OBJECTS / f"{source}.o")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert len(re.findall(instruction, done.stdout)) >= least
 
 
 @needs_nvcc
