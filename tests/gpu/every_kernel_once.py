@@ -61,6 +61,9 @@ def main() -> None:
     decoding(x)
     for tile in ((1, 128), (128, 1), (128, 128)):
         ops.dequantize_fp8(*ops.quantize_fp8(x, tile=tile), tile=tile)
+    experts = torch.tensor([1, 1, 20, ROWS - 1], device="cuda")
+    codes, scale = ops.quantize_fp8(x, tile=(128, 1), offsets=experts)
+    ops.dequantize_fp8(codes, scale, tile=(128, 1), offsets=experts)
     codes, scale = ops.quantize_fp8(x)
     ops.fp8_gemm(codes, scale, codes, scale, out_dtype=torch.bfloat16)
     b, b_scale = ops.quantize_fp8(torch.randn(130, WIDTH, device="cuda"), tile=(128, 128))

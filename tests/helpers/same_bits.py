@@ -30,6 +30,10 @@ def quantised(device: str) -> dict[str, list[Tensor]]:
             codes, scale = ops.quantize_fp8(x, tile=tile, power_of_two=power_of_two)
             back = ops.dequantize_fp8(codes, scale, tile=tile, dtype=dtype)
             found[f"fp8 {dtype} {columns} {tile} {power_of_two}"] = [codes.view(torch.uint8), scale, back]
+        offsets = torch.tensor([1, 1, 60, 60, 100, 131], device=device)
+        codes, scale = ops.quantize_fp8(x, tile=(128, 1), offsets=offsets)
+        back = ops.dequantize_fp8(codes, scale, tile=(128, 1), offsets=offsets)
+        found[f"fp8 of experts {dtype} {columns}"] = [codes.view(torch.uint8), scale, back]
         for block, hadamard, rounding in itertools.product(
             (32, 96, 128, 544), (False, True), ("nearest", "stochastic")
         ):

@@ -266,7 +266,8 @@ def test_a_map_that_makes_no_sense_is_an_error_or_on_a_gpu_nan() -> None:
 
 def test_experts_of_many_choices_and_many_experts() -> None:
     """Chunks of choices that are counted apart, more experts than threads, more counters than fit."""
-    for tokens, experts, top_k, capacity in ((4500, 3, 2, None), (2100, 1500, 5, 3), (3000, 2**20, 3, None)):
+    sizes = ((4500, 3, 2, None), (1000, 200, 5, 9), (2100, 1500, 5, 3), (3000, 2**20, 3, None))
+    for tokens, experts, top_k, capacity in sizes:
         _, ids, _ = batch(tokens, experts, top_k, 1, seed=tokens)
         row_map, offsets = moe_plan(ids, num_experts=experts, capacity=capacity, align=2)
         flat = ids.flatten()
