@@ -72,11 +72,11 @@ TORCH_LIBRARY(grpo_mc, m) {
       "bool hadamard, int seed, int offset) -> (Tensor codes, Tensor scale)");
   m.def("dequantize_int8_(Tensor(a!) out, Tensor codes, Tensor scale, int block, bool hadamard, bool add) -> ()");
 
-  // One Adam step, in place; see common/adam.h.
+  // One Adam step, in place. The moments are float32, or codes of 8 or 4 bits with scales; see common/adam.h.
   m.def(
-      "adam_step_(Tensor(a!) params, Tensor grads, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out_bf16, "
-      "float lr, float beta1, float beta2, float eps, float weight_decay, int step, float grad_scale, float clip_coef) "
-      "-> ()");
+      "adam_step_(Tensor(a!) params, Tensor grads, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_scale, "
+      "Tensor(e!)? exp_avg_sq_scale, Tensor(f!)? out_bf16, float lr, float beta1, float beta2, float eps, "
+      "float weight_decay, int step, float grad_scale, float clip_coef, int seed, int offset) -> ()");
 
   m.def(
       "group_advantages(Tensor rewards, Tensor group_ids, Tensor? valid, str baseline, str scale, int ddof, float eps) "

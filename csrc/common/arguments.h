@@ -270,15 +270,18 @@ struct AdamFactors {
   float eps;
 };
 
-// n entries of one tensor. Everything is contiguous.
+// n entries of one tensor; the moments are float, or codes in blocks of kAdamBlock. Everything is contiguous.
 struct AdamStep {
   float* params;
-  const void* grads;           // float, or bfloat16
-  float *exp_avg, *exp_avg_sq;
-  uint16_t* out;               // bfloat16 copy of the new parameters; nullptr: none
+  const void* grads;                        // float, or bfloat16
+  void *exp_avg, *exp_avg_sq;               // float [n], or codes [blocks, kAdamBlock * bits / 8]
+  float *exp_avg_scale, *exp_avg_sq_scale;  // of codes: [blocks], and [blocks, 2], the lowest and the highest level
+  uint16_t* out;                            // bfloat16 copy of the new parameters; nullptr: none
   int64_t n;
+  uint64_t seed, step, offset;              // of random rounding; the random word of entry i belongs to offset + i
   AdamFactors factors;
-  Element dtype;               // of grads
+  Element dtype;                            // of grads
+  int bits;                                 // of a moment: 32, 8 or 4
 };
 
 enum class AdvantageScale : int { kStd, kLeaveOneOutStd, kBatchStd, kNone };
@@ -301,6 +304,7 @@ struct GroupAdvantages {
   Element dtype;
 };
 
+constexpr int kAdamBlock = 128;
 enum class PolicyKind : int { kMin, kCispo, kReinforce };  // kMin: clip and the gspo kinds, by where the ratio comes from
 enum class KlKind : int { kNone, kK1, kK2, kK3 };
 enum class KlGradient : int { kDirect, kK2, kImportance };

@@ -1,30 +1,9 @@
-// Adam steps; the arithmetic is common/adam.h's, eight entries at a time.
-#include "common/adam.h"
-
-#include <algorithm>
-
+// Adam steps with float states, eight entries at a time.
+#include "cpu/adam_vec.h"
 #include "cpu/kernels.h"
-#include "cpu/vec.h"
 
 namespace grpo_mc::GRPO_MC_ISA {
 namespace {
-
-GRPO_MC_INLINE F8 sqrt8(F8 x) {
-#if defined(__AVX2__)
-  return (F8)_mm256_sqrt_ps((__m256)x);
-#else
-  for (int i = 0; i < kLanes; ++i) x[i] = std::sqrt(x[i]);
-  return x;
-#endif
-}
-
-// adam_update, bit for bit.
-GRPO_MC_INLINE void update8(const AdamFactors& f, F8 grad, F8& param, F8& m, F8& v) {
-  const F8 g = grad * splat(f.grad);
-  m = m + splat(f.rest1) * (g - m);
-  v = v * splat(f.beta2) + splat(f.rest2) * g * g;
-  param = param * splat(f.decay) - splat(f.step_size) * (m / (sqrt8(v) * splat(f.root) + splat(f.eps)));
-}
 
 GRPO_MC_INLINE float load1(const float* p) { return *p; }
 GRPO_MC_INLINE float load1(const uint16_t* p) { return bf16_to_float(*p); }
@@ -32,7 +11,7 @@ GRPO_MC_INLINE float load1(const uint16_t* p) { return bf16_to_float(*p); }
 template <typename T>
 GRPO_MC_INLINE void step_range(const AdamStep& p, int64_t begin, int64_t end) {
   const T* grads = static_cast<const T*>(p.grads);
-  float *params = p.params, *exp_avg = p.exp_avg, *exp_avg_sq = p.exp_avg_sq;
+  float *params = p.params, *exp_avg = static_cast<float*>(p.exp_avg), *exp_avg_sq = static_cast<float*>(p.exp_avg_sq);
   const AdamFactors f = p.factors;
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes) {

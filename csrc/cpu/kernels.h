@@ -26,6 +26,7 @@ namespace grpo_mc {
   void quantize_code_block(const CodeQuantize& p, int64_t index);                                            \
   void dequantize_code_block(const CodeDequantize& p, int64_t index);                                        \
   void adam_step_range(const AdamStep& p, int64_t begin, int64_t end);                                       \
+  void adam_step_block(const AdamStep& p, int64_t index);                                                    \
   void rms_norm_row(const float* x, const float* weight, float* out, int64_t width, double eps);             \
   PolicySums policy_loss_chunk(const PolicyTokens& tokens, Element dtype, int64_t begin, int64_t end);       \
   }

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_mc import ops
 from grpo_mc.ops import reference
-from grpo_mc.ops.adam import AdamState, adam_state
+from grpo_mc.ops.adam import STATE_BITS, AdamState, adam_state
 from grpo_mc.ops.bench.timing import Case, on_one_thread, relative_error
 
 ENTRIES = 1 << 26
@@ -44,38 +45,46 @@ class Steps:
         self.out.copy_(self.parameter.detach())
 
 
-def wrong(_: Any) -> float:
+def parts(state: AdamState) -> list[Tensor]:
+    return [part for part in state if part is not None]
+
+
+def wrong(bits: int, _: Any) -> float:
     """How far a step of a smaller tensor is from the reference's."""
     written = []
     for step in (ops.adam_step, reference.adam_step):
         draw = torch.Generator().manual_seed(1)
         params = torch.randn(1 << 16, generator=draw)
-        state = adam_state(params)
+        state = adam_state(params, bits=bits)
         step(params, torch.randn(1 << 16, generator=draw), state, step=1, **NUMBERS)
-        written.append([params, *state])
+        written.append([params, *parts(state)])
     return relative_error(*written)
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    """Rows: the step alone, and with everything that goes along."""
+    """Rows: the step alone with states in 32, 8 and 4 bits, and in 32 with everything that goes along."""
     steps = Steps(device)
-    state = adam_state(steps.params)
 
-    def case(name: str, ours: Callable[[Any], None], baseline: Callable[[Any], None], more: int = 0) -> Case:
+    def case(
+        name: str, baseline: Callable[[Any], None], *, bits: int = 32, ours: Callable[[Any], None], copy: bool = False
+    ) -> Case:
+        state_bytes = sum(part.nbytes for part in parts(adam_state(steps.params[:128], bits=bits))) / 128
         return Case(
             op="adam_step",
             device=device,
-            shape={"n": ENTRIES, "copy": int(more > 0)},
+            shape={"n": ENTRIES, "bits": bits, "copy": int(copy)},
             dtype="float32",
             baseline_name=name,
             ours=ours,
             baseline=baseline,
-            error=wrong,
-            num_bytes=(12 + more) * ENTRIES + 2 * sum(part.nbytes for part in state),
+            error=partial(wrong, bits),
+            num_bytes=(12 + 2 * state_bytes + 2 * copy) * ENTRIES,
         )
 
-    alone = partial(steps.ours, state)
+    for bits in STATE_BITS:
+        alone = partial(steps.ours, adam_state(steps.params, bits=bits))
+        yield case("torch AdamW(fused=True)", steps.torch_adamw, bits=bits, ours=alone)
+        yield case("ours on 1 thread", on_one_thread(alone), bits=bits, ours=alone)
+    state = adam_state(steps.params)
     with_all = partial(steps.ours, state, out_bf16=steps.out, grad_scale=GRAD_SCALE, clip_coef=CLIP_COEF)
-    yield case("torch AdamW(fused=True)", alone, steps.torch_adamw)
-    yield case("torch unscale, clip, AdamW(fused=True), bfloat16 copy", with_all, steps.torch_passes, 2)
-    yield case("ours on 1 thread", alone, on_one_thread(alone))
+    yield case("torch unscale, clip, AdamW(fused=True), bfloat16 copy", steps.torch_passes, ours=with_all, copy=True)

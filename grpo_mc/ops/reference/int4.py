@@ -24,18 +24,23 @@ def _transform(blocks: Tensor) -> Tensor:
     return (parts @ hadamard_matrix()).view(blocks.shape).float()
 
 
-def uniforms(seed: int, first: int, count: int) -> Tensor:
-    """The random number in [0, 1) of each index: Philox-4x32-10 of index / 4 under the seed, word index % 4."""
-    index = np.arange(first, first + count, dtype=np.uint64)
-    block, low = index >> np.uint64(2), np.uint64(0xFFFFFFFF)
-    c0, c1, c2, c3 = block & low, block >> np.uint64(32), np.zeros_like(block), np.zeros_like(block)
-    k0, k1, shift = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF), np.uint64(32)
+def philox_words(counter: np.ndarray, seed: int) -> list[np.ndarray]:
+    """The four random words of each counter (uint64) under the seed: Philox-4x32-10."""
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = counter & low, counter >> shift, np.zeros_like(counter), np.zeros_like(counter)
+    k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)
     for _ in range(10):
         product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
         c0, c2 = (product1 >> shift) ^ c1 ^ k0, (product0 >> shift) ^ c3 ^ k1
         c1, c3 = product1 & low, product0 & low
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
-    words = np.choose((index % np.uint64(4)).astype(np.int64), [c0, c1, c2, c3])
+    return [c0, c1, c2, c3]
+
+
+def uniforms(seed: int, first: int, count: int) -> Tensor:
+    """The random number in [0, 1) of each index: Philox of index / 4 under the seed, word index % 4."""
+    index = np.arange(first, first + count, dtype=np.uint64)
+    words = np.choose((index % np.uint64(4)).astype(np.int64), philox_words(index >> np.uint64(2), seed))
     return torch.from_numpy(((words >> np.uint64(8)).astype(np.float64) * 2.0**-24).astype(np.float32))
 
 
