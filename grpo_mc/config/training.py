@@ -28,6 +28,16 @@ class OptimizerConfig(Section):
     """Training batches over which the learning rate rises to lr, starting at lr / warmup_steps."""
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step of the linear and cosine schedules."""
+    kind: Literal["adamw", "fused_adamw"] = "adamw"
+    """"adamw" is torch's; "fused_adamw" clips, decays, updates and copies to bf16 in one pass, with states as below."""
+    states: Literal["fp32", "int8", "int4"] = "fp32"
+    """How fused_adamw keeps the two moments: 8, 2.1 or 1.1 bytes a parameter."""
+
+    @model_validator(mode="after")
+    def _states_need_the_fused_step(self) -> OptimizerConfig:
+        if self.states != "fp32" and self.kind != "fused_adamw":
+            raise ValueError(f"states is '{self.states}' but kind is '{self.kind}'; set kind: fused_adamw")
+        return self
 
     @model_validator(mode="after")
     def _ranges(self) -> OptimizerConfig:

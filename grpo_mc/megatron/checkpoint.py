@@ -25,7 +25,7 @@ from grpo_mc.megatron.checkpoint_files import CheckpointError, LatestCheckpoint
 from grpo_mc.megatron.checkpoint_shards import optimizer_shards, weight_shards
 from grpo_mc.megatron.checkpoint_storage import read_shards, write_shards
 from grpo_mc.megatron.mesh import Mesh
-from grpo_mc.megatron.optimizer_state import ensure_state, host_state, restore_host_state
+from grpo_mc.megatron.optimizer_state import ensure_state, host_state, restore_host_state, state_kind
 from grpo_mc.megatron.train_step import Policy
 
 __all__ = ["CheckpointError", "LatestCheckpoint", "find_latest", "load_checkpoint", "prune", "save_checkpoint"]
@@ -81,7 +81,8 @@ def load_checkpoint(policy: Policy, mesh: Mesh, directory: Path) -> dict[str, An
         The `extra` it was saved with, on every rank.
 
     Raises:
-        ValueError: The checkpoint is incomplete, or of another model or data type.
+        ValueError: The checkpoint is incomplete, or of another model, data type or kind of optimizer state, or has
+            moments in few bits and is of another layout.
         CheckpointError: A file could not be read. The policy may be partly loaded.
     """
     state, has_errors = _from_rank_zero(mesh.rank, lambda: _read_state_file(policy, mesh, directory))
@@ -177,8 +178,24 @@ def _read_state_file(policy: Policy, mesh: Mesh, directory: Path) -> tuple[dict[
                 f"load checkpoint: {directory} was saved with {name} = {saved.get(name)!r} but the model has"
                 f" {ours.get(name)!r}; choose a checkpoint of this model, or the model and dtype of the checkpoint"
             )
+    _check_states(state, policy, mesh, directory)
     compression = _compression(policy, mesh)
     return state, compression is not None and state.get("compression") == compression
+
+
+def _check_states(state: dict[str, Any], policy: Policy, mesh: Mesh, directory: Path) -> None:
+    """Moments are read as they were saved; in few bits they belong to one layout."""
+    saved, ours = state["optimizer"].get("states", "fp32"), state_kind(policy.optimizer)
+    if saved != ours:
+        raise ValueError(
+            f"load checkpoint: {directory} was saved with optimizer.states = '{saved}' but the configuration has"
+            f" '{ours}'; set optimizer.kind: fused_adamw and optimizer.states: {saved}"
+        )
+    if saved != "fp32" and state["mesh"] != mesh.describe():
+        raise ValueError(
+            f"load checkpoint: {directory} was saved on {state['mesh']}, and this run is on {mesh.describe()}; moments"
+            f" in {saved} load on the same layout only: go on with it; optimizer.states: fp32 would load on any"
+        )
 
 
 def _from_rank_zero(rank: int, fn: Callable[[], T]) -> T:

@@ -9,6 +9,9 @@ tensor may consist of any boxes. Nothing is gathered or copied, every rank write
 straight into the live tensors. Global keys and shapes do not depend on the layout (one key a layer and expert).
 
 Main weights are saved with the optimizer only where they are not the model's own (bf16 models).
+
+Moments in 8 or 4 bits are codes of blocks of a rank's range: they have a meaning on the same layout alone, and are
+saved as they lie, each rank's under keys of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -86,7 +90,21 @@ def optimizer_shards(model: PolicyModel, optimizer: MegatronOptimizer) -> list[S
             for key, state in states.items():
                 for part in parts[parameter.data_ptr()]:
                     shards.extend(_cut(part, parameter, start, key, state))
-    return shards
+    return shards + list(_code_shards(optimizer))
+
+
+def _code_shards(optimizer: MegatronOptimizer) -> Iterator[ShardedTensor]:
+    """The codes and scales of moments in few bits."""
+    rank = dist.get_rank()
+    for index, inner in enumerate(distributed_optimizers(optimizer)):
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        for place, parameter in enumerate(parameters):
+            state = inner.optimizer.state[parameter]
+            if state[MOMENTS[0]].is_floating_point():
+                continue
+            for name, tensor in state.items():
+                key = f"{OPTIMIZER_PREFIX}codes.{name}.rank_{rank}.{index}.{place}"
+                yield ShardedTensor.from_rank_offsets(key, tensor, replica_id=0)
 
 
 def owned_states(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, int, dict[str, Tensor]]]:
@@ -96,7 +114,7 @@ def owned_states(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, int,
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
                     states = optimizer._get_main_param_and_optimizer_states(parameter)
-                    kept = {key: states[key].detach() for key in MOMENTS}
+                    kept = {key: states[key].detach() for key in MOMENTS if states[key].is_floating_point()}
                     main = states["param"].detach()
                     if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                         kept["param"] = main

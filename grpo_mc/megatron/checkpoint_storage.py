@@ -37,6 +37,7 @@ from torch.futures import Future
 from grpo_mc.megatron.checkpoint_files import SECTIONS
 
 _WEIGHTS, _OPTIMIZER = SECTIONS
+_DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PICKLED = {
     *((_METADATA, name) for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
@@ -44,7 +45,10 @@ _PICKLED = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in (torch.float32, torch.bfloat16, torch.int8)),
+    *(
+        ("torch", str(dtype).removeprefix("torch."))
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.uint8)
+    ),
 }
 """What a checkpoint's metadata consists of: (module, name)."""
 

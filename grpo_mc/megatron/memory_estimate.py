@@ -3,7 +3,8 @@
     parameters   the fullest pipeline stage's share, in the compute dtype
     gradients    float32, one for each parameter (Megatron's DDP buffer); with compression also what is left over, kept
                  twice, and the messages both ways, for the parts of the other data-parallel ranks
-    optimizer    two float32 moments, plus float32 master weights under bf16; split over dp (distributed optimizer)
+    optimizer    two moments (float32, or 8 or 4 bits and 12 bytes for 128 entries), plus float32 master weights under
+                 bf16; split over dp (distributed optimizer)
     reference    a second copy of the parameters when the KL asks for one
     activations  what a backward pass keeps for one micro-batch, times the micro-batches in flight (1F1B: up to pp);
                  with model.fp8 the inputs of linear layers as codes, a byte an entry and a scale for 128
@@ -30,6 +31,9 @@ BYTES = {"fp32": 4, "bf16": 2}
 
 CODE_BYTES = 1 + 4 / 128
 """Of an entry that is kept in FP8, with its part of a float32 scale; see fp8_linear."""
+
+MOMENT_BYTES = {"fp32": 8.0, "int8": 2 + 12 / 128, "int4": 1 + 12 / 128}
+"""Of both moments of a parameter, by optimizer.states."""
 
 
 class Architecture(Protocol):
@@ -73,6 +77,8 @@ class Layout:
     """Linear layers and experts multiply in FP8 and keep their inputs so."""
     grad_compression: str = "none"
     """"none", "int8" or "int4"."""
+    optimizer_states: str = "fp32"
+    """"fp32", "int8" or "int4"."""
     sequence_parallel: bool = False
     recompute: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
@@ -97,6 +103,7 @@ def run_layout(config: Config) -> Layout:
         dtype=config.model.dtype,
         grad_compression=p.grad_compression,
         fp8=config.model.fp8 != "none",
+        optimizer_states=config.optimizer.states,
         sequence_parallel=bool(p.sequence_parallel),
         recompute=config.model.recompute == "full",
         streamed_logprobs=config.model.logprobs == "streamed",
@@ -161,7 +168,8 @@ def estimate_memory(arch: Architecture, layout: Layout) -> MemoryEstimate:
     master = 0 if layout.dtype == "fp32" else 4
     # Expert parameters have fewer replicas: the ranks of tp * cp * dp are shared out over etp * ep.
     expert_dp = max(1, layout.tp * layout.cp * layout.dp // (layout.etp * layout.ep))
-    optimizer = (8 + master) * (dense // (layout.dp * layout.cp) + expert // expert_dp)
+    moments = MOMENT_BYTES[layout.optimizer_states]
+    optimizer = int((moments + master) * (dense // (layout.dp * layout.cp) + expert // expert_dp))
     tokens = layout.max_tokens_per_micro_batch
     vocab = -(-arch.vocab_size // layout.tp)
     rows = _decoded_rows(layout)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from grpo_mc.config import OptimizerConfig
+from grpo_mc.megatron.checkpoint_shards import distributed_optimizers
+from grpo_mc.megatron.fused_adam import STATE_BITS, FusedAdam, use_fused_adam
 from grpo_mc.megatron.grad_accumulation import accumulate_into_buffers
 from grpo_mc.megatron.model import PolicyModel
 
@@ -28,8 +31,12 @@ def wrap_ddp(model: PolicyModel) -> DistributedDataParallel:
 def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
     """Adam with decoupled weight decay, its state split over the data-parallel ranks. Norms and biases do not decay.
 
-    On the CPU the update is torch's fused AdamW, one pass over parameters, gradients and states.
+    The update is torch's AdamW, on the CPU its fused one, or FusedAdam (optimizer.kind).
+
+    Raises:
+        ValueError: states of few bits where two pipeline stages hold a copy of the embedding.
     """
+    _check_replicas(ddp, config)
     dtype = ddp.config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -50,16 +57,32 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
     for group in optimizer.param_groups:
         # Megatron-Core leaves this to its scheduler of learning rate and weight decay, which does not run here.
         group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
-        if next(ddp.parameters()).device.type == "cpu":
+        if next(ddp.parameters()).device.type == "cpu" and config.kind == "adamw":
             group["fused"] = True
+    if config.kind == "fused_adamw":
+        for index, outer in enumerate(distributed_optimizers(optimizer)):
+            # The same on all tensor-parallel ranks, which hold copies of norms and routers.
+            seed = (index << 32) + int(outer.data_parallel_group.rank())
+            use_fused_adam(outer, bits=STATE_BITS[config.states], seed=seed)
     return optimizer
+
+
+def _check_replicas(ddp: DistributedDataParallel, config: OptimizerConfig) -> None:
+    """Copies of a parameter stay equal only where the same entries share a block of codes."""
+    tied = ddp.module.architecture.tie_word_embeddings
+    if config.states != "fp32" and tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        raise ValueError(
+            f"optimizer: states is '{config.states}', but the first and the last of several pipeline stages each hold"
+            " the tied embedding and would round its states apart; set states: fp32 or parallel.pp: 1"
+        )
 
 
 def optimizer_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float) -> tuple[bool, float]:
     """One update with gradient clipping; none when the gradient holds NaN or inf.
 
-    Gradients are clipped in place, of the parameters that this rank updates; Megatron-Core without CUDA extensions
-    would make a scaled copy of every gradient, and its own step would measure the norm again.
+    Gradients are clipped in place, of the parameters that this rank updates, or while FusedAdam reads them;
+    Megatron-Core without CUDA extensions would make a scaled copy of every gradient, and its own step would measure the
+    norm again.
 
     Args:
         lr: Learning rate of this step.
@@ -75,7 +98,14 @@ def optimizer_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float)
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         return False, norm
-    if 0.0 < clip_grad < norm:
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_(grads, clip_grad / (norm + 1e-6))
+    _clip(optimizer, clip_grad / (norm + 1e-6) if 0.0 < clip_grad < norm else 1.0)
     return bool(optimizer.step_with_ready_grads()), norm
+
+
+def _clip(optimizer: MegatronOptimizer, factor: float) -> None:
+    for outer in distributed_optimizers(optimizer):
+        if isinstance(outer.optimizer, FusedAdam):
+            outer.optimizer.clip_coef = factor
+        elif factor != 1.0 and outer.optimizer is not None:
+            grads = [p.grad for group in outer.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(grads, factor)

@@ -8,6 +8,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from grpo_mc.megatron.checkpoint_shards import MOMENTS, distributed_optimizers
+from grpo_mc.megatron.fused_adam import STATE_BITS, FusedAdam
 
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel")
 
@@ -18,6 +19,9 @@ def ensure_state(optimizer: MegatronOptimizer) -> None:
         adam = outer.optimizer
         for group in adam.param_groups:
             for parameter in group["params"]:
+                if isinstance(adam, FusedAdam):
+                    adam.ensure_state(parameter)
+                    continue
                 state = adam.state[parameter]
                 if state:
                     continue
@@ -33,9 +37,18 @@ def host_state(optimizer: MegatronOptimizer) -> dict[str, Any]:
     """The step count and the learning rates of the parameter groups, as JSON values."""
     groups = [group for outer in distributed_optimizers(optimizer) for group in outer.optimizer.param_groups]
     return {
+        "states": state_kind(optimizer),
         "step": _step_count(optimizer),
         "groups": [{name: group.get(name) for name in (*_GROUP_IDENTITY, "lr")} for group in groups],
     }
+
+
+def state_kind(optimizer: MegatronOptimizer) -> str:
+    """How the moments are kept: "fp32", "int8" or "int4"."""
+    for outer in distributed_optimizers(optimizer):
+        if isinstance(outer.optimizer, FusedAdam):
+            return next(name for name, bits in STATE_BITS.items() if bits == outer.optimizer.bits)
+    return "fp32"
 
 
 def restore_host_state(optimizer: MegatronOptimizer, saved: dict[str, Any]) -> None:
@@ -45,7 +58,7 @@ def restore_host_state(optimizer: MegatronOptimizer, saved: dict[str, Any]) -> N
         adam = outer.optimizer
         for group in adam.param_groups:
             group["lr"] = lrs.get(tuple(group.get(name) for name in _GROUP_IDENTITY), group["lr"])
-            if not isinstance(adam, torch.optim.Adam):  # Transformer Engine's and Apex's count in the group
+            if not isinstance(adam, torch.optim.Adam):  # FusedAdam, Transformer Engine's and Apex's count in the group
                 group["step"] = saved["step"]
         for state in adam.state.values():
             if "step" in state:

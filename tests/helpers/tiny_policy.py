@@ -20,8 +20,14 @@ NUM_GROUPS, GROUP_SIZE, RESPONSE_LENGTH = 4, 2, 5
 LR = 1e-2
 
 
-def build_policy(mesh: Mesh, model_folder: Path, dtype: str = "fp32", compression: str = "none") -> Any:
-    """A Policy with the weights of a model folder."""
+def build_policy(
+    mesh: Mesh,
+    model_folder: Path,
+    dtype: str = "fp32",
+    compression: str = "none",
+    optimizer: dict[str, Any] | None = None,
+) -> Any:
+    """A Policy with the weights of a model folder; `optimizer` holds more of its options."""
     from grpo_mc.megatron.hf_checkpoint import open_checkpoint
     from grpo_mc.megatron.model import build_model, policy_config
     from grpo_mc.megatron.train_step import Policy
@@ -30,7 +36,7 @@ def build_policy(mesh: Mesh, model_folder: Path, dtype: str = "fp32", compressio
     weights = open_checkpoint(model_folder)
     model = build_model(weights.architecture, mesh, policy_config(weights.architecture, mesh, dtype=dtype))
     load_weights(model, weights, mesh)
-    settings = OptimizerConfig(lr=LR, weight_decay=0.1)
+    settings = OptimizerConfig(lr=LR, weight_decay=0.1, **(optimizer or {}))
     return Policy(
         model, mesh, algorithm=AlgorithmConfig(), optimizer=settings, temperature=1.0, compression=compression
     )

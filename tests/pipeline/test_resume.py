@@ -118,6 +118,21 @@ def test_resumed_twice(model: Path, tmp_path: Path, uninterrupted: dict[str, Any
     assert model_bytes(tmp_path) == uninterrupted["model"]
 
 
+def test_states_of_four_bits_are_resumed_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    """Their codes are rounded at random, by numbers that belong to the step."""
+    fused = (*OVERRIDES, "optimizer.kind=fused_adamw", "optimizer.states=int4")
+    whole, stopped = (tiny_config(model, tmp_path / name, *fused) for name in ("whole", "stopped"))
+    run_with_files(whole)
+    run_until(stopped, "train", 2)
+    run_with_files(stopped, resume=True)
+    wanted, found = (facts(Path(config.run.dir)) for config in (whole, stopped))
+    for name in ("metrics", "evaluations", "rollouts", "samples", "model"):
+        assert found[name] == wanted[name], name
+    other = tiny_config(model, tmp_path / "stopped", *OVERRIDES, "run.steps=5")
+    with pytest.raises(ValueError, match="saved with optimizer.states = 'int4' but the configuration has 'fp32'"):
+        run_with_files(other, resume=True)
+
+
 def killed(model: Path, folder: Path, steps_done: int) -> Path:
     """The run directory as it is at a moment in the middle of a step is what a killed process leaves."""
     image, source = folder / "killed", folder / "run"

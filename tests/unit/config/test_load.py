@@ -133,6 +133,7 @@ def test_home_folder_is_expanded(minimal: str) -> None:
         ("optimizer.betas=[0.9]", "optimizer.betas.1 is [0.9]; it needs more values"),
         ("optimizer.betas=[0.9, 1]", "betas are [0.9, 1.0]; both must be at least 0 and below 1"),
         ("optimizer.schedule=cosin", "needs 'constant', 'linear' or 'cosine'; did you mean 'cosine'?"),
+        ("optimizer.states=int4", "states is 'int4' but kind is 'adamw'; set kind: fused_adamw"),
         ("optimizer.min_lr=1", "min_lr is 1.0 but lr is 1e-06"),
         ("rollout.group_size=8.0", "rollout.group_size is 8.0; it needs a whole number"),
         ("rollout.group_size=true", "rollout.group_size is true; it needs a whole number"),

@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_mc.megatron.fused_adam import STATE_BITS
 from grpo_mc.megatron.hf_config import ModelArchitecture
 from grpo_mc.megatron.memory_estimate import RUNTIME_BYTES, Layout, estimate_memory, parameter_count
+from grpo_mc.ops import adam_state
 
 
 def architecture(**changes: Any) -> ModelArchitecture:
@@ -62,6 +65,16 @@ def test_compressed_gradients_keep_what_is_left_over() -> None:
     }
     assert sizes[2, "none"] == sizes[1, "none"] == sizes[1, "int4"] == sizes[1, "int8"] == 4 * held
     assert sizes[2, "int4"] == 4 * held + 3 * held // 2 and sizes[2, "int8"] == 4 * held + 4 * held // 2
+
+
+@pytest.mark.parametrize("states, moments", [("fp32", 8.0), ("int8", 2 + 12 / 128), ("int4", 1 + 12 / 128)])
+def test_moments_in_few_bits(states: str, moments: float) -> None:
+    """Two codes a parameter, and 12 bytes of scales for 128 of them; as adam_state allocates."""
+    held = 80 + 4 * LAYER
+    estimate = estimate_memory(architecture(), Layout(dtype="bf16", optimizer_states=states))
+    assert estimate.optimizer == int((moments + 4) * held)
+    state = adam_state(torch.empty(128 * 50), bits=STATE_BITS[states])
+    assert sum(part.nbytes for part in state if part is not None) == moments * 128 * 50
 
 
 def test_data_parallel_ranks_share_the_optimizer_only() -> None:
