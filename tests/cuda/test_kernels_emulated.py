@@ -22,17 +22,16 @@ FAMILIES = {
     "fp8": [],
     "fp8_grouped": [],
     "group_advantages": [],
-    "fp8": [],
     "int4": [],
     "int8": [],
-    "moe": [],
-    "rms_norm": [],
-    "token_logprobs": [],
     "linear_logprobs": [],
+    "moe": [],
     "paged_attention": [],
-    "row_linear": [],
     "policy_loss": [],
     "policy_loss_twin": [],
+    "rms_norm": [],
+    "row_linear": [],
+    "token_logprobs": [],
 }
 """Operator families with CUDA kernels; each with the tests left out, and below why."""
 
