@@ -48,7 +48,7 @@ def test_the_ratio_in_words_says_which_way_it_goes() -> None:
 
 
 def test_user_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no operator 'nothing'; operators are fp8_gemm, "):
+    with pytest.raises(ValueError, match="no operator 'nothing'; operators are adam_step, fp8_gemm, "):
         bench.run("nothing")
     (tmp_path / "empty").write_text("no rows here\n")
     with pytest.raises(ValueError, match="holds no JSON rows"):
