@@ -32,11 +32,15 @@ class OptimizerConfig(Section):
     """"adamw" is torch's; "fused_adamw" clips, decays, updates and copies to bf16 in one pass, with states as below."""
     states: Literal["fp32", "int8", "int4"] = "fp32"
     """How fused_adamw keeps the two moments: 8, 2.1 or 1.1 bytes a parameter."""
+    offload: bool = False
+    """Keep fused_adamw's moments, and main weights under bf16, in the GPU's host; they are copied there and back."""
 
     @model_validator(mode="after")
     def _states_need_the_fused_step(self) -> OptimizerConfig:
         if self.states != "fp32" and self.kind != "fused_adamw":
             raise ValueError(f"states is '{self.states}' but kind is '{self.kind}'; set kind: fused_adamw")
+        if self.offload and self.kind != "fused_adamw":
+            raise ValueError(f"offload is true but kind is '{self.kind}'; set kind: fused_adamw")
         return self
 
     @model_validator(mode="after")

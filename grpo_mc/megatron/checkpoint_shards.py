@@ -103,6 +103,8 @@ def _code_shards(optimizer: MegatronOptimizer) -> Iterator[ShardedTensor]:
             if state[MOMENTS[0]].is_floating_point():
                 continue
             for name, tensor in state.items():
+                if name == "param":  # main weights are saved as such
+                    continue
                 key = f"{OPTIMIZER_PREFIX}codes.{name}.rank_{rank}.{index}.{place}"
                 yield ShardedTensor.from_rank_offsets(key, tensor, replica_id=0)
 

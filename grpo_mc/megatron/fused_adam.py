@@ -14,6 +14,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from grpo_mc.megatron.offload import ChunkedAdam, in_host_memory
 from grpo_mc.ops import AdamState, adam_state, adam_step
 
 STATE_BITS = {"fp32": 32, "int8": 8, "int4": 4}
@@ -30,14 +31,16 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, bits: int = 32, seed: int = 0, copies: dict[Tensor, Tensor] | None = None
-    ) -> None:
+        self, groups: list[dict[str, Any]], *, bits: int = 32, seed: int = 0,
+        copies: dict[Tensor, Tensor] | None = None, chunked: ChunkedAdam | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             groups: torch's parameter groups; parameters are float32 and contiguous.
             bits: Of a moment: 32, 8 or 4.
             seed: Of random rounding. Where several ranks step copies of a parameter it must be the same on them.
             copies: bfloat16 tensors that follow their parameter.
+            chunked: Keeps the states in host memory, and parameters that are sent there; None = all on the device.
         """
         super().__init__([{"params": []}], {})
         self.param_groups = groups  # not by way of torch, which refuses views: the shards of a flat buffer
@@ -45,14 +48,27 @@ class FusedAdam(torch.optim.Optimizer):
         self.clip_coef = 1.0
         """What the next step's gradients are multiplied with; set before each step."""
         self.copies: dict[Tensor, Tensor] = copies if copies is not None else {}
+        self.chunked = chunked
+
+    def send_to_host(self, parameter: Tensor) -> None:
+        """Keeps a parameter in host memory, as "param" of its state; what it was is left without memory of its own.
+
+        Only for main weights that nothing but this optimizer and checkpoints read.
+        """
+        assert self.chunked is not None and parameter in self.copies
+        self.state[parameter]["param"] = in_host_memory(parameter, self.chunked.device)
+        # Megatron-Core still hangs gradients onto it: shape, dtype and device stay.
+        parameter.data = torch.zeros((), device=parameter.device).expand(parameter.shape)
 
     def ensure_state(self, parameter: Tensor) -> AdamState:
         """The state of a parameter; zeros before its first step."""
         state: dict[str, Tensor] = self.state[parameter]
-        if not state:
+        if "exp_avg" not in state:
             fresh = adam_state(parameter, bits=self.bits)
-            state.update({name: tensor for name, tensor in fresh._asdict().items() if tensor is not None})
-        return AdamState(**state)
+            for name, tensor in fresh._asdict().items():
+                if tensor is not None:
+                    state[name] = tensor if self.chunked is None else in_host_memory(tensor, self.chunked.device)
+        return AdamState(**{name: state[name] for name in AdamState._fields if name in state})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -63,12 +79,15 @@ class FusedAdam(torch.optim.Optimizer):
         for group, parameter, offset in self._in_order():
             if parameter.grad is None:
                 continue
-            adam_step(
-                parameter.detach(), parameter.grad, self.ensure_state(parameter),
-                lr=group["lr"], step=group["step"], betas=group["betas"], eps=group["eps"],
-                weight_decay=group["weight_decay"], clip_coef=self.clip_coef, out_bf16=self.copies.get(parameter),
-                seed=self.seed, offset=offset,
-            )  # fmt: skip
+            numbers = {name: group[name] for name in ("lr", "step", "betas", "eps", "weight_decay")}
+            numbers |= {"clip_coef": self.clip_coef, "seed": self.seed, "offset": offset}
+            state, out = self.ensure_state(parameter), self.copies.get(parameter)
+            if self.chunked is None:
+                adam_step(parameter.detach(), parameter.grad, state, out_bf16=out, **numbers)
+            else:
+                host = self.state[parameter].get("param")
+                params = parameter.detach() if host is None else host
+                self.chunked.step(params, parameter.grad, state, out, with_params=host is not None, **numbers)
 
     def _in_order(self) -> Iterator[tuple[dict[str, Any], Tensor, int]]:
         """(group, parameter, index of its first random number): every parameter has numbers of its own."""
@@ -79,8 +98,10 @@ class FusedAdam(torch.optim.Optimizer):
                 offset += -(-parameter.numel() // _BLOCK) * _BLOCK
 
 
-def use_fused_adam(outer: DistributedOptimizer, *, bits: int, seed: int) -> None:
+def use_fused_adam(outer: DistributedOptimizer, *, bits: int, seed: int, chunked: ChunkedAdam | None = None) -> None:
     """Puts a FusedAdam in the place of torch's optimizer, over the same groups; before the first step.
+
+    With `chunked` its states, and main weights where the model has others (bf16), lie in host memory.
 
     The distributed optimizer's copy of main weights into the model's buffer is switched off: the step writes there, and
     what has no main weights of its own lies there already.
@@ -99,7 +120,10 @@ def use_fused_adam(outer: DistributedOptimizer, *, bits: int, seed: int) -> None
                 if main.data_ptr() != there.data_ptr():
                     assert there.dtype == torch.bfloat16 and there.numel() == main.numel(), (there.dtype, main.dtype)
                     copies[main] = there
-    outer.optimizer = FusedAdam(outer.optimizer.param_groups, bits=bits, seed=seed, copies=copies)
+    adam = FusedAdam(outer.optimizer.param_groups, bits=bits, seed=seed, copies=copies, chunked=chunked)
+    for main in copies if chunked is not None else ():
+        adam.send_to_host(main)
+    outer.optimizer = adam
     outer._copy_main_params_to_model_params = lambda: None
 
 

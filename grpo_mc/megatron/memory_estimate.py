@@ -4,7 +4,7 @@
     gradients    float32, one for each parameter (Megatron's DDP buffer); with compression also what is left over, kept
                  twice, and the messages both ways, for the parts of the other data-parallel ranks
     optimizer    two moments (float32, or 8 or 4 bits and 12 bytes for 128 entries), plus float32 master weights under
-                 bf16; split over dp (distributed optimizer)
+                 bf16; split over dp (distributed optimizer). Offloaded, two chunks of them
     reference    a second copy of the parameters when the KL asks for one
     activations  what a backward pass keeps for one micro-batch, times the micro-batches in flight (1F1B: up to pp);
                  with model.fp8 the inputs of linear layers as codes, a byte an entry and a scale for 128
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from grpo_mc.config import Config
+from grpo_mc.megatron.offload import CHUNK
 from grpo_mc.ops.linear_logprobs import CHUNK_COLUMNS
 
 RUNTIME_BYTES = 450_000_000
@@ -79,6 +80,7 @@ class Layout:
     """"none", "int8" or "int4"."""
     optimizer_states: str = "fp32"
     """"fp32", "int8" or "int4"."""
+    optimizer_offload: bool = False
     sequence_parallel: bool = False
     recompute: bool = False
     """Keep only each layer's input and compute the rest again in the backward pass."""
@@ -103,7 +105,7 @@ def run_layout(config: Config) -> Layout:
         dtype=config.model.dtype,
         grad_compression=p.grad_compression,
         fp8=config.model.fp8 != "none",
-        optimizer_states=config.optimizer.states,
+        optimizer_states=config.optimizer.states, optimizer_offload=config.optimizer.offload,
         sequence_parallel=bool(p.sequence_parallel),
         recompute=config.model.recompute == "full",
         streamed_logprobs=config.model.logprobs == "streamed",
@@ -169,7 +171,8 @@ def estimate_memory(arch: Architecture, layout: Layout) -> MemoryEstimate:
     # Expert parameters have fewer replicas: the ranks of tp * cp * dp are shared out over etp * ep.
     expert_dp = max(1, layout.tp * layout.cp * layout.dp // (layout.etp * layout.ep))
     moments = MOMENT_BYTES[layout.optimizer_states]
-    optimizer = int((moments + master) * (dense // (layout.dp * layout.cp) + expert // expert_dp))
+    owned = dense // (layout.dp * layout.cp) + expert // expert_dp
+    optimizer = int((moments + master) * (min(owned, 2 * CHUNK) if layout.optimizer_offload else owned))
     tokens = layout.max_tokens_per_micro_batch
     vocab = -(-arch.vocab_size // layout.tp)
     rows = _decoded_rows(layout)

@@ -15,6 +15,7 @@ from grpo_mc.megatron.checkpoint_shards import distributed_optimizers
 from grpo_mc.megatron.fused_adam import STATE_BITS, FusedAdam, use_fused_adam
 from grpo_mc.megatron.grad_accumulation import accumulate_into_buffers
 from grpo_mc.megatron.model import PolicyModel
+from grpo_mc.megatron.offload import ChunkedAdam
 
 
 def wrap_ddp(model: PolicyModel) -> DistributedDataParallel:
@@ -34,9 +35,14 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
     The update is torch's AdamW, on the CPU its fused one, or FusedAdam (optimizer.kind).
 
     Raises:
-        ValueError: states of few bits where two pipeline stages hold a copy of the embedding.
+        ValueError: states of few bits where two pipeline stages hold a copy of the embedding; offload on a CPU.
     """
     _check_replicas(ddp, config)
+    if config.offload and next(ddp.parameters()).device.type == "cpu":
+        raise ValueError(
+            "optimizer: offload is true but the policy is on the CPU, whose memory holds the optimizer state already;"
+            " set optimizer.offload: false"
+        )
     dtype = ddp.config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -63,7 +69,8 @@ def build_optimizer(ddp: DistributedDataParallel, config: OptimizerConfig) -> Me
         for index, outer in enumerate(distributed_optimizers(optimizer)):
             # The same on all tensor-parallel ranks, which hold copies of norms and routers.
             seed = (index << 32) + int(outer.data_parallel_group.rank())
-            use_fused_adam(outer, bits=STATE_BITS[config.states], seed=seed)
+            chunked = ChunkedAdam(next(ddp.parameters()).device) if config.offload else None
+            use_fused_adam(outer, bits=STATE_BITS[config.states], seed=seed, chunked=chunked)
     return optimizer
 
 

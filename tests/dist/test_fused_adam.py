@@ -21,6 +21,8 @@ CASES = {
     2: [("dp2", "fp32", "int4"), ("dp2", "bf16", "fp32"), ("tp2", "fp32", "int4")],
 }
 """(layout, dtype, states) by the number of processes."""
+OFFLOADED = [("bf16", "fp32"), ("bf16", "int4"), ("fp32", "int8")]
+"""(dtype, states), on two processes."""
 MIXTRAL = ("dp2", "fp32", "int4")
 
 
@@ -86,6 +88,40 @@ def _run(folder: Path, model: str, layout: str, dtype: str, states: str) -> Foun
     return Found(max(apart), _follow(fused), check, [p for name, p in whole.items() if "norm" in name])
 
 
+def _offloaded(folder: Path, dtype: str, states: str) -> dict[str, bool]:
+    """Whether steps through chunks of states in host memory, and a checkpoint of them, are those without."""
+    from megatron.core import parallel_state
+
+    from grpo_mc.megatron.checkpoint import load_checkpoint, save_checkpoint
+    from grpo_mc.megatron.checkpoint_shards import distributed_optimizers
+    from grpo_mc.megatron.fused_adam import use_fused_adam
+    from grpo_mc.megatron.mesh import build_mesh
+    from grpo_mc.megatron.offload import ChunkedAdam
+    from helpers.tiny_policy import build_policy, train_step
+
+    parallel_state.destroy_model_parallel()
+    mesh = build_mesh(tp=1, pp=1, ep=1, timeout_s=60)
+    plain, chunked, resumed = (build_policy(mesh, folder / "llama", dtype, optimizer=_options(states)) for _ in "123")
+    for policy in (chunked, resumed):  # the configuration refuses this on a CPU
+        for outer in distributed_optimizers(policy.optimizer):
+            adam = outer.optimizer
+            chunks = ChunkedAdam(torch.device("cpu"), 256)
+            use_fused_adam(outer, bits=adam.bits, seed=adam.seed, chunked=chunks)
+    outcomes = [[train_step(policy, mesh, step) for step in range(STEPS)] for policy in (plain, chunked)]
+    path = folder / f"offloaded-{dtype}-{states}" / "step_3"
+    save_checkpoint(chunked, mesh, path, {})
+    load_checkpoint(resumed, mesh, path)
+    outcomes += [[train_step(policy, mesh, STEPS)] for policy in (plain, chunked, resumed)]
+    weights = [[p.detach() for p in policy.model.parameters()] for policy in (plain, chunked, resumed)]
+    held = [p.untyped_storage().nbytes() for group in chunked.optimizer.param_groups for p in group["params"]]
+    return {
+        "losses and norms": outcomes[0] == outcomes[1],
+        "next step": outcomes[2] == outcomes[3] == outcomes[4],
+        "weights": _same_bits(weights[0], weights[1]) and _same_bits(weights[0], weights[2]),
+        "main weights are gone": dtype == "fp32" or set(held) == {4},
+    }
+
+
 def _options(states: str) -> dict[str, Any]:
     return {"kind": "fused_adamw", "states": states}
 
@@ -129,6 +165,9 @@ def _refusals(folder: Path) -> list[str]:
     mesh = build_mesh(tp=1, pp=2, ep=1, timeout_s=60)
     with pytest.raises(ValueError) as caught:
         build_policy(mesh, folder / "llama", optimizer=_options("int4"))
+    messages.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        build_policy(mesh, folder / "llama", optimizer={"kind": "fused_adamw", "offload": True})
     return [*messages, str(caught.value)]
 
 
@@ -140,6 +179,7 @@ def _work(folder: Path, cases: list[tuple[str, ...]], with_more: bool) -> dict[s
     if with_more:
         found["mixtral"] = _run(folder, "mixtral", *MIXTRAL)
         found["refusals"] = _refusals(folder)
+        found |= {f"offloaded-{'-'.join(case)}": _offloaded(folder, *case) for case in OFFLOADED}
     return found
 
 
@@ -180,3 +220,12 @@ def test_what_does_not_fit_is_refused(results: list[dict[str, Any]]) -> None:
         assert "but the configuration has 'int8'; set optimizer.kind: fused_adamw" in messages[1]
         assert "moments in int4 load on the same layout only" in messages[2]
         assert "would round its states apart; set states: fp32 or parallel.pp: 1" in messages[3]
+        assert "offload is true but the policy is on the CPU" in messages[4]
+
+
+@pytest.mark.parametrize("case", ["-".join(case) for case in OFFLOADED])
+def test_offloaded_is_bit_identical(results: list[dict[str, Any]], case: str) -> None:
+    ranks = [rank[f"offloaded-{case}"] for rank in results if f"offloaded-{case}" in rank]
+    assert len(ranks) == 2
+    for found in ranks:
+        assert found == {name: True for name in found}

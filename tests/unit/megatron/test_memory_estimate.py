@@ -11,6 +11,7 @@ import torch
 from grpo_mc.megatron.fused_adam import STATE_BITS
 from grpo_mc.megatron.hf_config import ModelArchitecture
 from grpo_mc.megatron.memory_estimate import RUNTIME_BYTES, Layout, estimate_memory, parameter_count
+from grpo_mc.megatron.offload import CHUNK
 from grpo_mc.ops import adam_state
 
 
@@ -75,6 +76,15 @@ def test_moments_in_few_bits(states: str, moments: float) -> None:
     assert estimate.optimizer == int((moments + 4) * held)
     state = adam_state(torch.empty(128 * 50), bits=STATE_BITS[states])
     assert sum(part.nbytes for part in state if part is not None) == moments * 128 * 50
+
+
+def test_an_offloaded_optimizer_takes_two_chunks() -> None:
+    large = architecture(vocab_size=1 << 21)  # 8 entries a word: more than two chunks
+    small, whole = (
+        estimate_memory(large, Layout(dtype="bf16", optimizer_offload=offload)) for offload in (True, False)
+    )
+    assert small.optimizer == 12 * 2 * CHUNK < whole.optimizer
+    assert estimate_memory(architecture(), Layout(optimizer_offload=True)).optimizer == 8 * (80 + 4 * LAYER)
 
 
 def test_data_parallel_ranks_share_the_optimizer_only() -> None:
