@@ -56,24 +56,25 @@ constexpr uint32_t kAdamInfinite = 0x7f800000u;  // bits of a magnitude that m m
 constexpr uint32_t kAdamLargest = 0x7f000000u;   // bits of 2^127, which v must stay below
 constexpr float kAdamRange = 0x1p-16f;           // lowest level of v over the highest, at least
 
-// Random numbers. Entries i and i + 64 of a block share a word, 16 bits each; 8 words on are the next word of the same
-// Philox block, so that eight lanes of a vector run eight blocks. A step has 2^36 Philox blocks of its own.
-GRPO_MC_HD uint64_t adam_philox_block(uint64_t step, uint64_t block, uint64_t place) {
-  return (step << 36) + block * 16 + place / 32 * 8 + place % 8;
-}
+// Random numbers. Entries 32 apart share a word of Philox: the first and the third of them have 16 bits of it each, the
+// second and the fourth the same bits times a constant, modulo 2^16. v rounds by these bits, m by them times another. So
+// 16 bits serve four roundings, each of them uniform; any two are a lattice that fills the square evenly (its shortest
+// vector is 0.85 of the longest that there is or more), so that one tells nothing of the other. Eight words on is the next
+// word of the same Philox block: eight lanes of a vector run eight blocks. A step has 2^36 Philox blocks of its own.
+constexpr uint32_t kAdamLatticeM = 40503u, kAdamLatticeSecond = 21407u;
 
-// The 16 random bits of an entry of the whole tensor.
+GRPO_MC_HD uint64_t adam_philox_block(uint64_t step, uint64_t block, uint64_t lane) { return (step << 36) + block * 8 + lane; }
+
+// The 16 random bits of an entry of the whole tensor, by which v rounds.
 GRPO_MC_HD uint32_t adam_random_bits(uint64_t seed, uint64_t step, uint64_t index) {
-  const uint64_t entry = index % kAdamBlock, place = entry % kAdamHalf;
+  const uint64_t entry = index % kAdamBlock, place = entry % 32;
   uint32_t words[4];
-  philox_block(adam_philox_block(step, index / kAdamBlock, place), seed, words);
-  return (words[place / 8 % 4] >> (entry / kAdamHalf * 16)) & 0xffffu;
+  philox_block(adam_philox_block(step, index / kAdamBlock, place % 8), seed, words);
+  const uint32_t bits = words[place / 8] >> (entry / kAdamHalf * 16);
+  return (entry / 32 % 2 == 0 ? bits : bits * kAdamLatticeSecond) & 0xffffu;
 }
 
-// v rounds by the bits themselves, m by these: the pairs are a lattice that fills the square evenly (65536 times the golden
-// ratio), so that one rounding tells nothing of the other.
-constexpr uint32_t kAdamLattice = 40503u;
-GRPO_MC_HD uint32_t adam_bits_of_m(uint32_t bits) { return (bits * kAdamLattice) & 0xffffu; }
+GRPO_MC_HD uint32_t adam_bits_of_m(uint32_t bits) { return (bits * kAdamLatticeM) & 0xffffu; }
 
 // Above 0 and below 1.
 GRPO_MC_HD float adam_random(uint32_t bits) { return static_cast<float>(bits) * 0x1p-16f + 0x1p-17f; }
@@ -127,6 +128,7 @@ GRPO_MC_HD float adam_m_scale(float amax) {
 template <int kBits>
 GRPO_MC_HD uint32_t adam_encode_m(float x, float random) {
   const float size = bits_float(float_bits(x) & 0x7fffffffu);
+  // A product with a power of two is exact, so that its sum may be fused.
   const float place = kBits == 8 ? size : adam_smaller(2.0f * size, adam_smaller(size + 2.0f, 0.5f * size + 4.0f));
   const float top = static_cast<float>((1 << (kBits - 1)) - 1);
   return (float_bits(x) >> 31 << (kBits - 1)) | static_cast<uint32_t>(adam_smaller(place + random, top));

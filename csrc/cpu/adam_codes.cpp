@@ -21,7 +21,13 @@ GRPO_MC_INLINE I8 max_bits(I8 a, I8 b) {
 #endif
 }
 
-GRPO_MC_INLINE I8 min_bits(I8 a, I8 b) { return ~max_bits(~a, ~b); }
+GRPO_MC_INLINE I8 min_bits(I8 a, I8 b) {
+#if defined(__AVX2__)
+  return (I8)_mm256_min_epu32((__m256i)a, (__m256i)b);
+#else
+  return (I8)((U8)a < (U8)b ? (U8)a : (U8)b);
+#endif
+}
 
 GRPO_MC_INLINE uint32_t reduce_max_bits(I8 x) {
   uint32_t lanes[kLanes];
@@ -55,48 +61,52 @@ GRPO_MC_INLINE F8 look_up(F8 table, I8 index) {
 #endif
 }
 
-// The words of a block's 64 pairs of entries.
+// A block's 32 words, and the 32 that have both halves times kAdamLatticeSecond.
 GRPO_MC_INLINE void random_words(uint64_t seed, uint64_t step, uint64_t block, uint32_t* words) {
 #if defined(__AVX2__)
   // Each 64-bit lane runs one Philox block; only the lower halves count, what is above them is never looked at. The first
-  // counter is a multiple of 16, so the upper word is the same in all of them. Eight blocks at once fit the registers.
+  // counter is a multiple of 8, so the upper word is the same in all of them.
   const uint64_t first = adam_philox_block(step, block, 0);
   const __m256i factor0 = _mm256_set1_epi64x(0xD2511F53), factor1 = _mm256_set1_epi64x(0xCD9E8D57);
+  __m256i c0[2], c1[2], c2[2], c3[2];
+  for (int i = 0; i < 2; ++i) {
+    c0[i] = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(first)), _mm256_set_epi64x(4 * i + 3, 4 * i + 2, 4 * i + 1, 4 * i));
+    c1[i] = _mm256_set1_epi64x(static_cast<int64_t>(first >> 32));
+    c2[i] = c3[i] = _mm256_setzero_si256();
+  }
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const __m256i key0 = _mm256_set1_epi64x(k0), key1 = _mm256_set1_epi64x(k1);
+    for (int i = 0; i < 2; ++i) {
+      const __m256i product0 = _mm256_mul_epu32(c0[i], factor0), product1 = _mm256_mul_epu32(c2[i], factor1);
+      c0[i] = _mm256_xor_si256(_mm256_srli_epi64(product1, 32), _mm256_xor_si256(c1[i], key0));
+      c2[i] = _mm256_xor_si256(_mm256_srli_epi64(product0, 32), _mm256_xor_si256(c3[i], key1));
+      c1[i] = product1;
+      c3[i] = product0;
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
   const auto keep = [words](int64_t place, __m256i low, __m256i high) {  // lower halves of four lanes and of four more
     const __m256i mixed = _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high), 0x88));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + place), _mm256_permute4x64_epi64(mixed, 0xd8));
+    const __m256i eight = _mm256_permute4x64_epi64(mixed, 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + place), eight);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + place + 32),
+                        _mm256_mullo_epi16(eight, _mm256_set1_epi16(static_cast<int16_t>(kAdamLatticeSecond))));
   };
-  for (int half = 0; half < 2; ++half) {
-    __m256i c0[2], c1[2], c2[2], c3[2];
-    for (int i = 0; i < 2; ++i) {
-      const uint64_t lane = first + static_cast<uint64_t>(8 * half + 4 * i);
-      c0[i] = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(lane)), _mm256_set_epi64x(3, 2, 1, 0));
-      c1[i] = _mm256_set1_epi64x(static_cast<int64_t>(first >> 32));
-      c2[i] = c3[i] = _mm256_setzero_si256();
-    }
-    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      const __m256i key0 = _mm256_set1_epi64x(k0), key1 = _mm256_set1_epi64x(k1);
-      for (int i = 0; i < 2; ++i) {
-        const __m256i product0 = _mm256_mul_epu32(c0[i], factor0), product1 = _mm256_mul_epu32(c2[i], factor1);
-        c0[i] = _mm256_xor_si256(_mm256_srli_epi64(product1, 32), _mm256_xor_si256(c1[i], key0));
-        c2[i] = _mm256_xor_si256(_mm256_srli_epi64(product0, 32), _mm256_xor_si256(c3[i], key1));
-        c1[i] = product1;
-        c3[i] = product0;
-      }
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-    keep(32 * half, c0[0], c0[1]);
-    keep(32 * half + 8, c1[0], c1[1]);
-    keep(32 * half + 16, c2[0], c2[1]);
-    keep(32 * half + 24, c3[0], c3[1]);
-  }
+  keep(0, c0[0], c0[1]);
+  keep(8, c1[0], c1[1]);
+  keep(16, c2[0], c2[1]);
+  keep(24, c3[0], c3[1]);
 #else
-  for (uint64_t place = 0; place < kAdamHalf; place += place % 8 == 7 ? 25 : 1) {
+  for (uint64_t lane = 0; lane < 8; ++lane) {
     uint32_t four[4];
-    philox_block(adam_philox_block(step, block, place), seed, four);
-    for (uint64_t i = 0; i < 4; ++i) words[place + 8 * i] = four[i];
+    philox_block(adam_philox_block(step, block, lane), seed, four);
+    for (uint64_t i = 0; i < 4; ++i) {
+      const uint32_t low = (four[i] * kAdamLatticeSecond) & 0xffffu, high = ((four[i] >> 16) * kAdamLatticeSecond) << 16;
+      words[8 * i + lane] = four[i];
+      words[32 + 8 * i + lane] = high | low;
+    }
   }
 #endif
 }
@@ -107,17 +117,23 @@ GRPO_MC_INLINE F8 random8(I8 words, int half) {
   return fma8(__builtin_convertvector(bits, F8), splat(0x1p-16f), splat(0x1p-17f));
 }
 
-// Both halves of the words times kAdamLattice.
+// Both halves of the words times kAdamLatticeM.
 GRPO_MC_INLINE I8 words_of_m(I8 words) {
 #if defined(__AVX2__)
-  return (I8)_mm256_mullo_epi16((__m256i)words, _mm256_set1_epi16(static_cast<int16_t>(kAdamLattice)));
+  return (I8)_mm256_mullo_epi16((__m256i)words, _mm256_set1_epi16(static_cast<int16_t>(kAdamLatticeM)));
 #else
-  const I8 high = ((I8)((U8)words >> 16) * splat_int(kAdamLattice)) << 16;
-  return high | ((words * splat_int(kAdamLattice)) & splat_int(0xffff));
+  const I8 high = ((I8)((U8)words >> 16) * splat_int(kAdamLatticeM)) << 16;
+  return high | ((words * splat_int(kAdamLatticeM)) & splat_int(0xffff));
 #endif
 }
 
-GRPO_MC_INLINE I8 unit_exponent8(F8 v) { return (((I8)v >> 23) + splat_int(127)) >> 1; }
+// adam_unit: half of v's exponent and 127, without its mantissa.
+GRPO_MC_INLINE F8 unit8(F8 v) {
+  const U8 sum = (U8)v + (U8)splat_int(127 << 23);
+  return (F8)((I8)(sum >> 1) & splat_int(0xff << 23));
+}
+
+GRPO_MC_INLINE F8 inverse_unit8(F8 v) { return (F8)(splat_int(254 << 23) - (I8)unit8(v)); }
 
 // Codes of entries j and j + 64 on: 8 of each.
 template <int kBits>
@@ -162,7 +178,7 @@ struct Decoder {
     if constexpr (kBits == 8) size = __builtin_convertvector(code & splat_int(127), F8) * scale;
     else size = look_up(sizes, code);
     const I8 sign = (code >> (kBits - 1)) << 31;
-    return (F8)((I8)size | sign) * (F8)(unit_exponent8(v) << 23);
+    return (F8)((I8)size | sign) * unit8(v);
   }
 };
 
@@ -242,7 +258,7 @@ GRPO_MC_INLINE uint32_t encode_v(const AdamStep& p, int64_t index, const AdamLev
       const I8 up = random8(words, half) * ((F8)above - (F8)below) < v - (F8)below;
       code[half] -= up;
       const F8 decoded = (F8)(below + (gap & up));
-      const F8 x = load8(block.m + i) * (F8)((splat_int(254) - unit_exponent8(decoded)) << 23);
+      const F8 x = load8(block.m + i) * inverse_unit8(decoded);
       largest = max_bits(largest, (I8)abs8(x));
       store8(block.m + i, x);
     }
@@ -261,7 +277,7 @@ GRPO_MC_INLINE void encode_m(const AdamStep& p, int64_t index, float scale, cons
     I8 code[2];
     for (int half = 0; half < 2; ++half) {
       const F8 x = load8(block.m + j + half * kAdamHalf) * inverse, size = abs8(x);
-      const F8 place = kBits == 8 ? size : min8(splat(2.0f) * size, min8(size + splat(2.0f), splat(0.5f) * size + splat(4.0f)));
+      const F8 place = kBits == 8 ? size : min8(size + size, min8(size + splat(2.0f), fma8(size, splat(0.5f), splat(4.0f))));
       const F8 bounded = min8(place + random8(words, half), splat(static_cast<float>(sign - 1)));
       code[half] = __builtin_convertvector(bounded, I8) | (((I8)x >> 31) & splat_int(sign));
     }

@@ -21,7 +21,7 @@ LARGEST = 2.0**127
 """v must stay below."""
 SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Magnitudes of m in 4 bits."""
-LATTICE = 40503
+LATTICE_M, LATTICE_SECOND = 40503, 21407
 
 
 def adam_step(
@@ -133,12 +133,11 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _random(seed: int, step: int, first_block: int, blocks: int) -> tuple[Tensor, Tensor]:
-    """Numbers in (0, 1) for every entry's v and m [blocks, 128]: 16 bits of a Philox word, and a lattice of them."""
+    """Numbers in (0, 1) for every entry's v and m [blocks, 128]: 16 bits of a Philox word, some times a constant."""
     block = np.arange(first_block, first_block + blocks, dtype=np.uint64)[:, None]
-    place = np.arange(BLOCK // 2, dtype=np.uint64)[None]
-    eight = np.uint64(8)
-    counter = (np.uint64((step << 36) % 2**64) + block * np.uint64(16) + place // np.uint64(32) * eight) + place % eight
-    words = np.choose((place // eight % np.uint64(4)).astype(np.int64), philox_words(counter, seed))
-    half = np.concatenate([words & np.uint64(0xFFFF), words >> np.uint64(16)], 1).astype(np.int64)
-    numbers = [torch.from_numpy((x + 0.5) / 65536).float() for x in (half, half * LATTICE % 65536)]
+    counter = np.uint64((step << 36) % 2**64) + block * np.uint64(8) + np.arange(8, dtype=np.uint64)[None]
+    words = np.concatenate(philox_words(counter, seed), 1).astype(np.int64)  # word w of lane l at 8 * w + l
+    low, high = words & 0xFFFF, words >> 16
+    bits = np.concatenate([low, low * LATTICE_SECOND, high, high * LATTICE_SECOND], 1) % 65536
+    numbers = [torch.from_numpy((x + 0.5) / 65536).float() for x in (bits, bits * LATTICE_M % 65536)]
     return numbers[0], numbers[1]
