@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "benchmarks" / "operators.jsonl"
 BEGIN, END = "<!-- operators: begin -->", "<!-- operators: end -->"
 SCALING = "ours on 1 thread"
+SHAPES = 4
+"""Of an operator with more than so many, the first, the middle and the last are shown."""
 
 
 def read_rows() -> list[dict[str, Any]]:
@@ -34,10 +36,17 @@ def cells(rows: list[dict[str, Any]]) -> list[str]:
     scaling = [f"{row['ratio']:.2f}" for row in rows if row["baseline_name"].startswith(SCALING)]
     first = against[0]
     rate = f"{first['gflops']:.0f} GFLOP/s" if "gflops" in first else f"{first['gbps']:.1f} GB/s"
-    ratios = [f"{row['ratio']:.2f} of {row['baseline_name']}" for row in against]
-    error = max(row["rel_error"] for row in against)
+    ratios = [f"{row['baseline_name']} {row['ratio']:.2f}" for row in against]
+    worst = max(row["rel_error"] for row in against)
+    error = f"{worst:.0e}" if worst else "0"
     milliseconds = f"{first['seconds'] * 1e3:.3g}"
-    return [f"`{first['op']}`", subject(first)[1], milliseconds, rate, f"{error:.0e}", "; ".join(ratios), *scaling[:1]]
+    return [f"`{first['op']}`", subject(first)[1], milliseconds, rate, error, "; ".join(ratios), *scaling[:1]]
+
+
+def shown(operator: str, lines: list[list[str]]) -> list[list[str]]:
+    """The lines of one operator that the table has."""
+    own = [line for line in lines if line[0] == f"`{operator}`"]
+    return own if len(own) <= SHAPES else [own[0], own[len(own) // 2], own[-1]]
 
 
 def table() -> str:
@@ -47,7 +56,9 @@ def table() -> str:
         groups.setdefault(subject(row), []).append(row)
     machines = sorted({row["machine"] for rows in groups.values() for row in rows})
     head = ["operator", "shape", "ms", "rate", "error", "times as fast as", "2 threads to 1"]
-    lines = [head, ["---"] * len(head), *(cells(rows) for rows in groups.values())]
+    every = [cells(rows) for rows in groups.values()]
+    operators = dict.fromkeys(name for name, _ in groups)
+    lines = [head, ["---"] * len(head), *(line for name in operators for line in shown(name, every))]
     text = "\n".join("| " + " | ".join([*line, *[""] * (len(head) - len(line))]) + " |" for line in lines)
     return f"Measured on: {'; '.join(machines)}.\n\n{text}"
 

@@ -12,6 +12,8 @@ import math
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 
 from grpo_mc.cli.program import COMMANDS, build_parser
+from grpo_mc.ops import bench
 from helpers.processes import REPOSITORY, run_command, torchrun
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
@@ -205,6 +208,16 @@ def test_the_tree_names_files_that_exist() -> None:
             folders.append(name.rstrip("/"))
     assert len(tree) > 100
     assert not problems, "\n".join(problems)
+
+
+def test_the_table_of_operators_is_what_was_measured() -> None:
+    """tools/operators_table.py --write mends it."""
+    command = [sys.executable, "tools/operators_table.py"]
+    table = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    readme = (REPOSITORY / "README.md").read_text()
+    assert readme.split("<!-- operators: begin -->")[1].split("<!-- operators: end -->")[0].strip() == table.strip()
+    shown = {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
+    assert shown == set(bench.names()), "run make bench-ops ARGS=--json for what is missing"
 
 
 def test_the_python_examples_run() -> None:

@@ -51,12 +51,13 @@ class Case:
 
 @cache
 def machine(device: str) -> str:
-    """The GPU's name, or the processor's with the number of cores this process may use."""
+    """The GPU's name; or the processor's, the cores this process may use, and the vector instructions torch uses."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+    name = models[0] if models else platform.processor()
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def relative_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
