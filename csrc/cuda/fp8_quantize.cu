@@ -21,9 +21,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kMostClearing = 64;  // blocks along y that look after rows of no expert
 
-template <typename T>
-constexpr int kEntries = 16 / sizeof(T);  // of x in one thread's word
-
 struct Alignment {
   bool x, codes;  // words can be read and written at once
 };
@@ -45,7 +42,7 @@ __device__ __forceinline__ void store_codes(uint8_t* to, int64_t left, bool alig
 // Tiles of 1 x 128. Block: blockDim.x / lanes tiles of each of blockDim.y rows.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) quantize_rows(Fp8QuantizeTiles p, int64_t tiles, Alignment aligned) {
-  constexpr int kCount = kEntries<T>, kLanes = kFp8Block / kCount;
+  constexpr int kCount = kPack<T>, kLanes = kFp8Block / kCount;
   const int lane = threadIdx.x % kLanes;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   const int64_t column = tile * kFp8Block + lane * kCount;
@@ -69,8 +66,8 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(Fp8QuantizeTiles p, in
 // What a block of quantize_bands has: 128 rows of kWidth columns, four words a thread.
 template <typename T, bool kPerColumn>
 struct Band {
-  static constexpr int kWidth = kPerColumn ? 8 * kEntries<T> : kFp8Block;
-  static constexpr int kAcross = kWidth / kEntries<T>;  // threads beside each other in a row
+  static constexpr int kWidth = kPerColumn ? 8 * kPack<T> : kFp8Block;
+  static constexpr int kAcross = kWidth / kPack<T>;  // threads beside each other in a row
   static constexpr int kPasses = 4;
   static constexpr int kRows = kFp8Block / kPasses;  // of a pass
   static constexpr int kThreads = kRows * kAcross;
@@ -79,10 +76,10 @@ struct Band {
 
 // The inverse scales of this thread's columns, which have one each. Writes `scales` [kWidth], of which `left` exist.
 template <typename T, int kPasses>
-__device__ __forceinline__ void scale_columns(const float (&x)[kPasses][kEntries<T>], float* scales, int64_t left,
-                                              bool power_of_two, float (&inverse)[kEntries<T>]) {
+__device__ __forceinline__ void scale_columns(const float (&x)[kPasses][kPack<T>], float* scales, int64_t left,
+                                              bool power_of_two, float (&inverse)[kPack<T>]) {
   using Shape = Band<T, true>;
-  constexpr int kCount = kEntries<T>;
+  constexpr int kCount = kPack<T>;
   __shared__ uint32_t found[Shape::kWarps][Shape::kWidth];
   __shared__ float inverses[Shape::kWidth];
   const int across = threadIdx.x % Shape::kAcross;
@@ -110,15 +107,15 @@ __device__ __forceinline__ void scale_columns(const float (&x)[kPasses][kEntries
 
 // The same with one scale for the block.
 template <typename T, int kPasses>
-__device__ __forceinline__ void scale_tile(const float (&x)[kPasses][kEntries<T>], float* scale, bool power_of_two,
-                                           float (&inverse)[kEntries<T>]) {
+__device__ __forceinline__ void scale_tile(const float (&x)[kPasses][kPack<T>], float* scale, bool power_of_two,
+                                           float (&inverse)[kPack<T>]) {
   using Shape = Band<T, false>;
   __shared__ uint32_t found[Shape::kWarps];
   uint32_t largest = 0;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass)
 #pragma unroll
-    for (int i = 0; i < kEntries<T>; ++i) largest = max(largest, magnitude(x[pass][i]));
+    for (int i = 0; i < kPack<T>; ++i) largest = max(largest, magnitude(x[pass][i]));
   largest = warp_max(largest);
   if (threadIdx.x % kWarp == 0) found[threadIdx.x / kWarp] = largest;
   __syncthreads();
@@ -162,7 +159,7 @@ template <typename T, bool kPerColumn>
 __global__ void __launch_bounds__(Band<T, kPerColumn>::kThreads)
     quantize_bands(Fp8QuantizeTiles p, int64_t bands, Alignment aligned) {
   using Shape = Band<T, kPerColumn>;
-  constexpr int kCount = kEntries<T>;
+  constexpr int kCount = kPack<T>;
   const int64_t strip = static_cast<int64_t>(blockIdx.x) * Shape::kWidth;
   const int64_t column = strip + threadIdx.x % Shape::kAcross * kCount;
   for (int64_t band = blockIdx.y; band < bands; band += gridDim.y) {
@@ -209,7 +206,7 @@ __device__ __forceinline__ int64_t scale_row_of(const Fp8DequantizeTiles& p, int
 // A thread has as many codes as entries of the result fit 16 bytes. Block: blockDim.x words of each of blockDim.y rows.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) dequantize(Fp8DequantizeTiles p, Alignment aligned, bool scales_aligned) {
-  constexpr int kCount = kEntries<T>;
+  constexpr int kCount = kPack<T>;
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kCount,
                 left = p.columns - column;
   const int64_t scale_columns = p.tile_columns == 1 ? p.columns : fp8_blocks(p.columns);
@@ -247,7 +244,7 @@ template <typename T>
 const char* quantize(const Fp8QuantizeTiles& p, void* stream) {
   const int64_t width = sizeof(T);
   const Alignment aligned{is_aligned(p.x, 16) && p.x_stride * width % 16 == 0,
-                          is_aligned(p.codes, 16) && p.columns % kEntries<T> == 0};
+                          is_aligned(p.codes, 16) && p.columns % kPack<T> == 0};
   if (p.tile_rows == kFp8Block && p.tile_columns == kFp8Block) return launch_bands<T, false>(p, aligned, stream);
   if (p.tile_rows == kFp8Block) {
     const char* problem = nullptr;
@@ -256,7 +253,7 @@ const char* quantize(const Fp8QuantizeTiles& p, void* stream) {
                        0, stream, p);
     return problem != nullptr ? problem : launch_bands<T, true>(p, aligned, stream);
   }
-  constexpr int kLanes = kFp8Block / kEntries<T>;
+  constexpr int kLanes = kFp8Block / kPack<T>;
   const int64_t tiles = fp8_blocks(p.columns);
   const dim3 block = block_shape(tiles, kLanes, kThreads);
   return launch(quantize_rows<T>, grid_shape(blocks_of(tiles, block.x / kLanes), blocks_of(p.rows, block.y)), block, 0,
@@ -265,7 +262,7 @@ const char* quantize(const Fp8QuantizeTiles& p, void* stream) {
 
 template <typename T>
 const char* dequantize_as(const Fp8DequantizeTiles& p, void* stream) {
-  constexpr int kCount = kEntries<T>;
+  constexpr int kCount = kPack<T>;
   const Alignment aligned{is_aligned(p.out, 16) && p.columns % kCount == 0,
                           is_aligned(p.codes, kCount) && p.code_stride % kCount == 0};
   const int64_t words = blocks_of(p.columns, kCount);

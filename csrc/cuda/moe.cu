@@ -23,24 +23,6 @@ constexpr int kWordsAtOnce = 4;               // of a lane, in flight together
 constexpr int kPiece = kWordsAtOnce * kWarp;  // words of a token that a warp has at a time
 constexpr int kRowsAtOnce = 4;                // rows whose words a thread of unpermute has in flight
 
-template <typename T>
-constexpr int kEntries = 16 / sizeof(T);
-
-template <typename T>
-struct SumOf {
-  using type = float;
-};
-template <>
-struct SumOf<double> {
-  using type = double;
-};
-template <typename T>
-using Sum = typename SumOf<T>::type;
-
-__device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
-__device__ __forceinline__ void narrow(double x, double* to) { *to = x; }
-__device__ __forceinline__ void narrow(float x, uint16_t* to) { *to = float_to_bf16(x); }
-
 __device__ __forceinline__ float fused(float a, float b, float sum) { return fmaf(a, b, sum); }
 __device__ __forceinline__ double fused(double a, double b, double sum) { return fma(a, b, sum); }
 
@@ -116,11 +98,11 @@ __global__ void __launch_bounds__(kThreads, 5) move_rows(MoePermute p, int64_t p
   }
 }
 
-// The sum of prob * row over a token's choices, for the kEntries columns from `column` on.
+// The sum of prob * row over a token's choices, for the columns of a word from `column` on.
 template <typename T>
 __device__ __forceinline__ void sum_choices(const MoeUnpermute& p, int64_t token, int64_t column, bool aligned,
-                                            Sum<T> (&sums)[kEntries<T>]) {
-  constexpr int kCount = kEntries<T>;
+                                            Wide<T> (&sums)[kPack<T>]) {
+  constexpr int kCount = kPack<T>;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sums[i] = 0;
   const int64_t end = (token + 1) * p.k;
@@ -136,8 +118,8 @@ __device__ __forceinline__ void sum_choices(const MoeUnpermute& p, int64_t token
 #pragma unroll
     for (int j = 0; j < kRowsAtOnce; ++j) {
       if (places[j] == -1) continue;
-      Sum<T> prob = p.probs == nullptr ? Sum<T>{1} : static_cast<const Sum<T>*>(p.probs)[first + j];
-      if (!is_row(places[j], p.num_rows)) prob = static_cast<Sum<T>>(NAN);
+      Wide<T> prob = p.probs == nullptr ? Wide<T>{1} : static_cast<const Wide<T>*>(p.probs)[first + j];
+      if (!is_row(places[j], p.num_rows)) prob = static_cast<Wide<T>>(NAN);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) sums[i] += prob * widen(rows[j][i]);
     }
@@ -147,17 +129,17 @@ __device__ __forceinline__ void sum_choices(const MoeUnpermute& p, int64_t token
 // Block: blockDim.x words of each of blockDim.y tokens.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) combine_rows(MoeUnpermute p, bool rows_aligned, bool out_aligned) {
-  constexpr int kCount = kEntries<T>;
+  constexpr int kCount = kPack<T>;
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kCount,
                 left = p.width - column;
   if (left <= 0) return;
   for (int64_t token = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y; token < p.tokens;
        token += static_cast<int64_t>(gridDim.y) * blockDim.y) {
-    Sum<T> sums[kCount];
+    Wide<T> sums[kCount];
     sum_choices<T>(p, token, column, rows_aligned, sums);
     T out[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) narrow(sums[i], out + i);
+    for (int i = 0; i < kCount; ++i) store(out + i, sums[i]);
     store_entries(static_cast<T*>(p.out) + token * p.out_stride + column, left, out_aligned, out);
   }
 }
@@ -170,17 +152,17 @@ struct BackwardAlignment {
 template <typename T>
 __device__ __forceinline__ void grads_of_choice(const MoeUnpermuteBackward& p, int64_t choice,
                                                 BackwardAlignment aligned) {
-  constexpr int kCount = kEntries<T>;
+  constexpr int kCount = kPack<T>;
   const int lane = threadIdx.x % kWarp;
   const int64_t row = p.map[choice];
-  Sum<T> prob = static_cast<const Sum<T>*>(p.probs)[choice];
+  Wide<T> prob = static_cast<const Wide<T>*>(p.probs)[choice];
   double product = row == -1 ? 0.0 : static_cast<double>(NAN);
   if (is_row(row, p.num_rows)) {
     const T* gradient = static_cast<const T*>(p.grad_out) + choice / p.k * p.grad_stride;
     const T* x = static_cast<const T*>(p.rows) + row * p.row_stride;
     T* to = static_cast<T*>(p.grad_rows) + row * p.width;
     const bool is_mine = p.source[row] == choice;
-    Sum<T> sum = 0;
+    Wide<T> sum = 0;
     for (int64_t column = lane * kCount; column < p.width; column += kWarp * kCount) {
       T grads[kCount], entries[kCount], scaled[kCount];
       load_entries(gradient + column, p.width - column, aligned.grad, grads);
@@ -188,7 +170,7 @@ __device__ __forceinline__ void grads_of_choice(const MoeUnpermuteBackward& p, i
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         sum = fused(widen(entries[i]), widen(grads[i]), sum);
-        narrow(Sum<T>{0} + prob * widen(grads[i]), scaled + i);
+        store(scaled + i, Wide<T>{0} + prob * widen(grads[i]));
       }
       if (is_mine) store_entries(to + column, p.width - column, aligned.grad_rows, scaled);
     }
@@ -234,7 +216,7 @@ const char* permute(const MoePermute& p, void* stream) {
 
 template <typename T>
 const char* unpermute(const MoeUnpermute& p, void* stream) {
-  constexpr int64_t kCount = kEntries<T>;
+  constexpr int64_t kCount = kPack<T>;
   const dim3 block = block_shape(blocks_of(p.width, kCount), 1, kThreads);
   const dim3 grid = grid_shape(blocks_of(p.width, kCount * block.x), blocks_of(p.tokens, block.y));
   return launch(combine_rows<T>, grid, block, 0, stream, p, is_aligned(p.rows, 16) && p.row_stride % kCount == 0,
@@ -243,7 +225,7 @@ const char* unpermute(const MoeUnpermute& p, void* stream) {
 
 template <typename T>
 const char* backward(const MoeUnpermuteBackward& p, void* stream) {
-  constexpr int64_t kCount = kEntries<T>;
+  constexpr int64_t kCount = kPack<T>;
   const BackwardAlignment aligned{is_aligned(p.grad_out, 16) && p.grad_stride % kCount == 0,
                                   is_aligned(p.rows, 16) && p.row_stride % kCount == 0,
                                   is_aligned(p.grad_rows, 16) && p.width % kCount == 0};

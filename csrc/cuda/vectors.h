@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/fp8.h"
+#include "cuda/pack.h"
 
 namespace grpo_mc::cuda {
 
@@ -38,10 +39,6 @@ using Word = typename WordOf<kBytes>::type;
 inline bool is_aligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
 }
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(uint16_t bits) { return bf16_to_float(bits); }
-__device__ __forceinline__ double widen(double x) { return x; }
 
 // Two bfloat16 numbers, the first in the low half; float_to_bf16 of each, except that a NaN loses its sign and payload.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
