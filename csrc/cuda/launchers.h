@@ -15,6 +15,7 @@ const char* moe_unpermute(const MoeUnpermute& p, void* stream);
 const char* moe_unpermute_backward(const MoeUnpermuteBackward& p, void* stream);
 const char* fp8_products(const Fp8Products& p, void* stream);
 int64_t fp8_workspace(const Fp8Products& p);
+const char* adam_step(const AdamStep& p, void* stream);
 const char* rms_norm(const RmsNorm& p, void* stream);
 const char* token_logprobs(const TokenStats& p, void* stream);
 const char* token_logprobs_backward(const TokenGrads& p, void* stream);

@@ -20,6 +20,7 @@ const grpo_mc::CudaKernels* grpo_mc_cuda_kernels() {
       .token_logprobs = grpo_mc::cuda::token_logprobs,
       .token_logprobs_backward = grpo_mc::cuda::token_logprobs_backward,
       .policy_loss = grpo_mc::cuda::policy_loss,
+      .adam_step = grpo_mc::cuda::adam_step,
       .group_advantages = grpo_mc::cuda::group_advantages,
       .row_linear = grpo_mc::cuda::row_linear,
       .paged_attention = grpo_mc::cuda::paged_attention,

@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 from helpers.cuda_emulator import emulated
-from helpers.same_bits import assert_same_bits, moved, quantised
+from helpers.same_bits import assert_same_bits, moved, optimised, quantised
 
 
-@pytest.mark.parametrize("calls", (quantised, moved))
+@pytest.mark.parametrize("calls", (quantised, moved, optimised))
 def test_results_are_the_cpus(calls: Callable[[str], dict[str, list[Tensor]]]) -> None:
     want = calls("cpu")
     with emulated():

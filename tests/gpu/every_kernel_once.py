@@ -99,6 +99,10 @@ def main() -> None:
         ops.dequantize_int8(codes, scale, shape=x.shape, hadamard=True)
     codes, scale = ops.quantize_int4(x, block=512)  # a block of codes for each CUDA block
     ops.dequantize_int4(codes, scale, shape=x.shape)
+    for bits in (32, 8, 4):
+        for grads in (x.detach(), x.detach().bfloat16()):
+            params = x.detach().clone()
+            ops.adam_step(params, grads, ops.adam_state(params, bits=bits), lr=0.1, step=1, out_bf16=params.bfloat16())
     torch.cuda.synchronize()
     print("every kernel ran once")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_mc import ops
-from helpers.same_bits import assert_same_bits, moved, quantised
+from helpers.same_bits import assert_same_bits, moved, optimised, quantised
 
 TESTS = Path(__file__).resolve().parents[1]
 NOT_OF_A_KERNEL = ("test_argument_checks", "test_bench", "test_loader")
@@ -46,6 +46,6 @@ def test_results_are_the_same_every_time(repeats: int) -> None:
         assert torch.equal(again, first)
 
 
-@pytest.mark.parametrize("calls", (quantised, moved))
+@pytest.mark.parametrize("calls", (quantised, moved, optimised))
 def test_codes_and_rows_have_the_bits_of_the_cpu(calls: Callable[[str], dict[str, list[torch.Tensor]]]) -> None:
     assert_same_bits(calls("cuda"), calls("cpu"))

@@ -1,4 +1,4 @@
-"""Operators whose results have the same bits on every device: casts, codes, random rounding, moving rows."""
+"""Operators whose results have the same bits on every device: casts, codes, random rounding, moving rows, Adam."""
 
 from __future__ import annotations
 
@@ -67,6 +67,25 @@ def moved(device: str) -> dict[str, list[Tensor]]:
         total.backward(torch.randn(80, columns, generator=draw).to(device, dtype))
         assert x.grad is not None
         found[f"moe {dtype} {columns}"] = [rows.detach(), row_probs, row_map, offsets, total.detach(), x.grad]
+    return {name: [tensor.cpu() for tensor in tensors] for name, tensors in found.items()}
+
+
+def optimised(device: str) -> dict[str, list[Tensor]]:
+    """Parameters, their copies and states of three Adam steps, on the CPU."""
+    found: dict[str, list[Tensor]] = {}
+    for bits, dtype, columns in itertools.product((32, 8, 4), (torch.float32, torch.bfloat16), (300, 512)):
+        draw = torch.Generator().manual_seed(bits)
+        params = torch.randn(133, columns, generator=draw).to(device)
+        state, copy = ops.adam_state(params, bits=bits), torch.empty_like(params, dtype=torch.bfloat16)
+        grads = tricky(133, columns, dtype).to(device)
+        for step in (1, 2, 3):
+            ops.adam_step(
+                params, grads, state, lr=0.01, step=step, weight_decay=0.1, grad_scale=3.0, clip_coef=0.7,
+                out_bf16=copy, seed=5, offset=2**33,
+            )  # fmt: skip
+            grads = grads.flip(0) * 0.5
+        kept = [x for x in state if x is not None]
+        found[f"adam_step {bits} {dtype} {columns}"] = [params, copy, *kept]
     return {name: [tensor.cpu() for tensor in tensors] for name, tensors in found.items()}
 
 
