@@ -162,6 +162,7 @@ inline void commit_products() {}
 
 template <int kSums>
 void finish_products(float (&)[kSums]) {
+  emulator::yield_thread();  // others go on meanwhile: a stage that was released too early is filled before it is read
   for (const auto& product : emulator::products_under_way()) product();
   emulator::products_under_way().clear();
 }
