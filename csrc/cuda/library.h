@@ -11,7 +11,7 @@ template <typename Arguments>
 using Launcher = const char* (*)(const Arguments& arguments, void* stream);
 
 // Raised whenever a struct of arguments or the table changes: a library of another build is refused.
-constexpr int64_t kCudaInterface = 1;
+constexpr int64_t kCudaInterface = 2;
 
 struct CudaKernels {
   int64_t interface;
