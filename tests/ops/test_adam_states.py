@@ -240,7 +240,6 @@ def train(bits: int, steps: int = 1000) -> float:
     return sum(losses[-100:]) / 100
 
 
-@pytest.mark.slow
 def test_training_ends_where_float32_ends() -> None:
     """1,000 steps of a small transformer: the loss at the end is within 0.25 % of that with float32 states."""
     whole = train(32)
