@@ -14,7 +14,7 @@
 namespace grpo_mc::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kEntries = 8;                    // of a thread
 constexpr int kLanes = kAdamBlock / kEntries;  // of a block of codes
 constexpr int kWarps = kThreads / kWarp;
@@ -243,9 +243,9 @@ __device__ __forceinline__ void step_block(const AdamStep& p, int64_t block, boo
 }
 
 template <int kBits, typename T>
-__global__ void __launch_bounds__(kThreads) step_codes(AdamStep p, int64_t blocks, Alignment aligned) {
+__global__ void __launch_bounds__(kThreads, 6) step_codes(AdamStep p, int64_t blocks, Alignment aligned) {
   constexpr int kSide = kWarp / kLanes;  // blocks of codes beside each other in a warp
-  __shared__ __align__(16) uint32_t words[kWarps][kDrawn][kPlaces];
+  alignas(16) __shared__ uint32_t words[kWarps][kDrawn][kPlaces];
   const int warp = threadIdx.x / kWarp, side = threadIdx.x % kWarp / kLanes;
   for (int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * kDrawn; first < blocks;
        first += static_cast<int64_t>(gridDim.x) * kWarps * kDrawn) {
