@@ -7,11 +7,10 @@ python tools/operators_table.py --write   puts it into README.md, between its tw
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from readme_tree import ROOT, print_or_write
+
 ROWS = ROOT / "benchmarks" / "operators.jsonl"
 BEGIN, END = "<!-- operators: begin -->", "<!-- operators: end -->"
 SCALING = "ours on 1 thread"
@@ -64,12 +63,7 @@ def table() -> str:
 
 
 def main() -> None:
-    if "--write" not in sys.argv:
-        print(table())
-        return
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}")
+    print_or_write(table(), BEGIN, END)
 
 
 if __name__ == "__main__":

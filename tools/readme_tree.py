@@ -76,13 +76,18 @@ def tree() -> str:
     )
 
 
-def main() -> None:
+def print_or_write(text: str, begin: str, end: str) -> None:
+    """Prints the text; with --write it stands in README.md between the two markers instead."""
     if "--write" not in sys.argv:
-        print(tree())
+        print(text)
         return
     readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n```\n{tree()}\n```\n{END}{rest.split(END)[1]}")
+    before, rest = readme.read_text().split(begin)
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+
+
+def main() -> None:
+    print_or_write(f"```\n{tree()}\n```", BEGIN, END)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from grpo_mc.megatron.offload import ChunkedAdam, in_host_memory
 from grpo_mc.ops import AdamState, adam_state, adam_step
+from grpo_mc.ops.adam import BLOCK
 
 STATE_BITS = {"fp32": 32, "int8": 8, "int4": 4}
 """By optimizer.states of the configuration."""
-
-_BLOCK = 128
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -95,7 +94,7 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 yield group, parameter, offset
-                offset += -(-parameter.numel() // _BLOCK) * _BLOCK
+                offset += -(-parameter.numel() // BLOCK) * BLOCK
 
 
 def use_fused_adam(outer: DistributedOptimizer, *, bits: int, seed: int, chunked: ChunkedAdam | None = None) -> None:

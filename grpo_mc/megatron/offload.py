@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from grpo_mc.ops import AdamState, adam_step
+from grpo_mc.ops.adam import BLOCK
 
 CHUNK = 1 << 22
 """Entries copied at once; a multiple of 128, the block of codes."""
-
-_BLOCK = 128
 
 
 def in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
@@ -46,7 +45,7 @@ class ChunkedAdam:
         Raises:
             ValueError: chunk is no multiple of 128 above 0.
         """
-        if chunk <= 0 or chunk % _BLOCK:
+        if chunk <= 0 or chunk % BLOCK:
             raise ValueError(f"offload: chunk is {chunk}; it must be a multiple of 128 above 0")
         self.device, self.chunk = device, chunk
         self._slots: list[dict[str, Tensor]] = [{}, {}]
@@ -66,7 +65,7 @@ class ChunkedAdam:
         offset = numbers.pop("offset", 0)
         for turn, part in enumerate(chunks(params.numel(), self.chunk)):
             is_codes = state.exp_avg_scale is not None
-            rows = slice(part.start // _BLOCK, -(-part.stop // _BLOCK)) if is_codes else part
+            rows = slice(part.start // BLOCK, -(-part.stop // BLOCK)) if is_codes else part
             host = {name: tensor[rows] for name, tensor in state._asdict().items() if tensor is not None}
             if with_params:
                 host["params"] = params[part]

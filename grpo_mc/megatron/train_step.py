@@ -7,7 +7,6 @@ global denominators: the loss of a batch is the plain sum over micro-batches and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,8 +48,8 @@ def _run_schedule(
 
     def forward_step(batches: Iterator[MicroBatch], stage: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
-        layout = replace(batch.layout, returns_hidden=policy.config.logprobs == "streamed")
-        out = stage(batch.tokens[None], None, None, packed_seq_params=layout)
+        batch.layout.returns_hidden = policy.config.logprobs == "streamed"
+        out = stage(batch.tokens[None], None, None, packed_seq_params=batch.layout)
         return out, partial(_collect, batch)
 
     def _collect(batch: MicroBatch, out: Tensor, non_loss_data: bool = False) -> Any:
